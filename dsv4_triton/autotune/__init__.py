@@ -1,0 +1,1 @@
+"""Search spaces, tuning and the shipped launch configs."""

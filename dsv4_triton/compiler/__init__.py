@@ -1,0 +1,1 @@
+"""Triton source to something that runs or can be judged."""

@@ -1,0 +1,99 @@
+"""Device families. Everything that differs between A2, A3, A5 and the development host is a field of one record here."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+KiB = 1024
+
+
+class RowFormat(Enum):
+    """How one row of the window and compressed caches is stored."""
+
+    PLAIN = "plain"
+    """512 values in the cache's dtype."""
+    RECORD = "record"
+    """640 bytes: 64 bf16 RoPE values, 448 e4m3 values, 7 e8m0 scales (one per 64 values), padding."""
+
+
+IndexFormat = Literal["plain", "int8", "e4m3"]
+"""How indexer keys are stored: in the cache's dtype, int8 with an fp16 scale, or e4m3 with an fp32 scale."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What kernels and caches need to know of a device family.
+
+    Sizes are bytes per core. Sources: the module limits that `bishengir-compile` prints (910B2, 910_9391, 950PR_9589).
+    """
+
+    name: str
+    title: str
+    cube_cores: int
+    vector_cores: int
+    ub_bytes: int
+    l1_bytes: int
+    l0c_bytes: int
+    fp8: bool
+    row_format: RowFormat
+    index_format: IndexFormat
+    soc_prefixes: tuple[str, ...] = field(default=())
+
+
+A2 = Family(
+    name="a2", title="Atlas A2 (910B)", cube_cores=24, vector_cores=48,
+    ub_bytes=192 * KiB, l1_bytes=512 * KiB, l0c_bytes=128 * KiB,
+    fp8=False, row_format=RowFormat.PLAIN, index_format="int8",
+    soc_prefixes=("Ascend910B",),
+)  # fmt: skip
+A3 = Family(
+    name="a3", title="Atlas A3 (910C)", cube_cores=24, vector_cores=48,
+    ub_bytes=192 * KiB, l1_bytes=512 * KiB, l0c_bytes=128 * KiB,
+    fp8=False, row_format=RowFormat.PLAIN, index_format="int8",
+    soc_prefixes=("Ascend910_93",),
+)  # fmt: skip
+A5 = Family(
+    name="a5", title="Atlas A5 (950)", cube_cores=32, vector_cores=64,
+    ub_bytes=248 * KiB, l1_bytes=512 * KiB, l0c_bytes=256 * KiB,
+    fp8=True, row_format=RowFormat.RECORD, index_format="e4m3",
+    soc_prefixes=("Ascend950", "Ascend910_95"),
+)  # fmt: skip
+HOST = Family(
+    name="host", title="development host (CPU)", cube_cores=os.cpu_count() or 1, vector_cores=os.cpu_count() or 1,
+    ub_bytes=1024 * KiB, l1_bytes=1024 * KiB, l0c_bytes=1024 * KiB,
+    fp8=True, row_format=RowFormat.PLAIN, index_format="int8",
+)  # fmt: skip
+
+FAMILIES = {family.name: family for family in (A2, A3, A5, HOST)}
+
+
+class UnsupportedDeviceError(RuntimeError):
+    """The device is not one of the supported families."""
+
+
+def family_of_soc(soc: str) -> Family:
+    """The family of a SoC name such as `Ascend910B2`; `UnsupportedDeviceError` for any other chip."""
+    matches = [
+        (len(prefix), family)
+        for family in FAMILIES.values()
+        for prefix in family.soc_prefixes
+        if soc.lower().startswith(prefix.lower())
+    ]
+    if not matches:
+        supported = ", ".join(f"{p}* ({f.name})" for f in FAMILIES.values() for p in f.soc_prefixes)
+        raise UnsupportedDeviceError(f"chip {soc!r} is not supported; supported are {supported}")
+    return max(matches, key=lambda match: match[0])[1]
+
+
+def family_of(device_type: str) -> Family:
+    """The family that serves tensors of a torch device type (`"cpu"` is HOST, `"npu"` is asked for its SoC name)."""
+    if device_type == "cpu":
+        return HOST
+    if device_type == "npu":
+        import torch_npu
+
+        return family_of_soc(torch_npu.npu.get_device_name(0))
+    raise UnsupportedDeviceError(f"tensors on device type {device_type!r} are not supported; use 'cpu' or 'npu'")

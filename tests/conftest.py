@@ -1,0 +1,23 @@
+"""Shared fixtures. Kernel tests run natively on the CPU through the project's own Triton driver."""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _seed(request: pytest.FixtureRequest) -> None:
+    """A seed derived from the test id, so that the order of tests does not matter."""
+    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture(scope="session")
+def host_driver():
+    """Install the host driver for Triton kernels on CPU tensors for the session."""
+    from dsv4_triton.compiler import host
+
+    with host.installed():
+        yield
