@@ -18,7 +18,7 @@ _EXPONENT_BIAS = 127
 
 
 def scale_exponent(amax: torch.Tensor) -> torch.Tensor:
-    """`ceil(log2(amax / 448))` of positive finite fp32 values, int32: the exponent field, plus 1 unless a power of two."""
+    """`ceil(log2(amax / 448))` of positive finite fp32 values, the exponent field, plus 1 unless a power of two."""
     quotient = amax * torch.tensor(1.0 / E4M3_MAX, dtype=torch.float32, device=amax.device)
     bits = quotient.view(torch.int32)
     return (bits >> 23) - _EXPONENT_BIAS + ((bits & _MANTISSA) != 0).to(torch.int32)
