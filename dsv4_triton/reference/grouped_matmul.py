@@ -1,4 +1,7 @@
-"""Product of row groups with one weight matrix each, in plain PyTorch with fp32 maths: `out[r] = x[r] @ w[expert of r]^T`."""
+"""Product of row groups with one weight matrix each, in plain PyTorch with fp32 maths.
+
+    out[r] = x[r] @ w[expert of r]^T
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """The routed experts of a mixture-of-experts layer, in plain PyTorch with fp32 maths.
 
-    [a | b] = w13_e x;  h = weight * silu(min(a, limit)) * clamp(b, -limit, limit), in x's dtype;  out = sum over the choices of w2_e h
+    [a | b] = w13_e x
+    h = weight * silu(min(a, limit)) * clamp(b, -limit, limit), in x's dtype
+    out = sum over the token's choices of w2_e h
 
 The routing weight is applied before w2. Source: `Expert` and `MoE` of the official DeepSeek inference code.
 """

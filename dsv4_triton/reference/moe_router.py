@@ -4,8 +4,8 @@
     ids = the k best of s + bias (higher first, then the lower expert), or tid2eid[token id]
     w = routed_scaling_factor * s[ids] / (sum s[ids] + 1e-20)          the bias chooses and never weighs
 
-Source: `Gate` of the official DeepSeek inference code, restated in the model specification; the 1e-20 (which only matters
-where every chosen score underflows) is from transformers' DeepSeek-V4 router.
+Source: `Gate` of the official DeepSeek inference code, restated in the model specification; the 1e-20 (which only
+matters where every chosen score underflows) is from transformers' DeepSeek-V4 router.
 """
 
 from __future__ import annotations
