@@ -1,0 +1,160 @@
+"""The front end shared by every target: a Triton kernel and its specialisation -> TTIR -> ttadapter MLIR.
+
+Both steps are triton-ascend's own. TTIR is built in this process; `triton-adapter-opt`, which ships beside triton-ascend's
+compiler, turns it into linalg on tensors ("ttadapter"). What differs between device families is an argument
+(`FrontendOptions`), nothing is read from the environment, and no driver is touched.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_triton_lock = threading.RLock()
+
+
+class KernelCompileError(RuntimeError):
+    """A kernel cannot be compiled. The message names the kernel, the operation and the source line where known."""
+
+
+@dataclass(frozen=True)
+class FrontendOptions:
+    """What a device family changes in the lowering.
+
+    fp8: accept fp8 types in the language front end (triton-ascend's "910_95" switch).
+    adapter_910_95: lower for A5 in the adapter.
+    named_ops: keep linalg's named elementwise operations (what the NPU compiler wants).
+    select_analysis, nd2nz_on_vector, force_simt_template, linearize: the adapter's switches of the same names.
+    """
+
+    fp8: bool = False
+    adapter_910_95: bool = False
+    named_ops: bool = True
+    select_analysis: bool = False
+    nd2nz_on_vector: bool = False
+    force_simt_template: bool = False
+    linearize: bool = False
+
+
+HOST_OPTIONS = FrontendOptions(fp8=True, named_ops=False, select_analysis=True)
+"""The A5 front end, for its fp8 types, and the adapter without A5's own operations."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """One specialisation of a kernel.
+
+    types: parameter name -> Triton type (`"*bf16"`, `"i32"`), constexprs excluded, in order.
+    constants: parameter name -> value, for constexprs and for arguments folded into the code.
+    attrs: triton's attribute descriptor, or None.
+    """
+
+    types: dict[str, str]
+    constants: dict[str, Any] = field(default_factory=dict)
+    attrs: Any = None
+
+
+def triton_compiler() -> Any:
+    """The module `triton.backends.ascend.compiler`; an import error says which package is missing."""
+    try:
+        from triton.backends.ascend import compiler
+    except ImportError as error:
+        raise ImportError("the package triton-ascend is needed to compile kernels (pip install triton-ascend==3.2.0)") from error
+    return compiler
+
+
+@contextmanager
+def _fp8_types(enabled: bool) -> Iterator[None]:
+    """triton-ascend 3.2.0 decides by two module constants, not by an option, whether fp8 types exist."""
+    from triton.triton_patch.language import core, semantic
+
+    saved = core.is_compile_on_910_95, semantic.is_compile_on_910_95
+    core.is_compile_on_910_95 = semantic.is_compile_on_910_95 = enabled
+    try:
+        yield
+    finally:
+        core.is_compile_on_910_95, semantic.is_compile_on_910_95 = saved
+
+
+def lower_to_ttir(kernel: Any, signature: Signature, options: FrontendOptions, *, debug_info: bool = False) -> str:
+    """TTIR text of a `triton.jit` kernel, after triton's own TTIR passes.
+
+    Raises `KernelCompileError` with the kernel's name and source line when the kernel is not valid Triton.
+    """
+    compiler = triton_compiler()
+    from triton._C.libtriton import ir
+    from triton.compiler import ASTSource, CompilationError
+
+    npu_options = compiler.NPUOptions()
+    source = ASTSource(kernel, dict(signature.types), dict(signature.constants), signature.attrs)
+    with _triton_lock, _fp8_types(options.fp8):
+        context = ir.context()
+        ir.load_dialects(context)
+        try:
+            module = source.make_ir(npu_options, {"min_dot_size": compiler.min_dot_size(None)}, {}, context)
+            module = compiler.make_ttir(module, {"hash": ""}, npu_options)
+        except CompilationError as error:
+            raise KernelCompileError(f"kernel {kernel.__name__}: {_first_lines(str(error))}") from error
+        # A process that forks later must not inherit the context's thread pool.
+        context.disable_multithreading()
+        return module.str_nodebug() if not debug_info and hasattr(module, "str_nodebug") else str(module)
+
+
+def lower_to_adapter(kernel_name: str, ttir: str, options: FrontendOptions, *, generic: bool = False) -> str:
+    """ttadapter MLIR (linalg on tensors) of TTIR text, in MLIR's pretty form or in its generic form.
+
+    Raises `KernelCompileError` naming operation, kernel and line when the adapter does not support something.
+    """
+    switches = f"compile-on-910-95={options.adapter_910_95} force-simt-template={options.force_simt_template}"
+    command = [
+        str(Path(triton_compiler().__file__).parent / "triton-adapter-opt"),
+        "-",
+        *(["--triton-linearize"] if options.linearize else []),
+        f"--discrete-mask-access-conversion={switches}",
+        "--triton-to-annotation",
+        f"--triton-to-unstructure={switches}",
+        "--triton-to-hivm",
+        "--triton-to-hfusion",
+        "--triton-to-llvm",
+        "--bubble-up-operation",
+        f"--triton-to-linalg=global-kernel=false named-ops={options.named_ops} "
+        f"enable-nd2nz-on-vector={options.nd2nz_on_vector} enable-select-analysis={options.select_analysis} "
+        f"compile-on-910-95={options.adapter_910_95}",
+        *(["--mlir-print-op-generic"] if generic else []),
+    ]
+    return run_tool(command, ttir, kernel_name)
+
+
+def run_tool(command: list[str], text: str, kernel_name: str) -> str:
+    """Run an MLIR tool from standard input to standard output; `KernelCompileError` with its own message if it fails."""
+    environment = {**os.environ, "MLIR_DISABLE_CRASH_REPORTER": "1"}
+    result = subprocess.run(command, input=text, capture_output=True, text=True, env=environment)
+    if result.returncode != 0:
+        raise KernelCompileError(f"kernel {kernel_name}: {_tool_error(result.stderr, text) or f'exit {result.returncode}'}")
+    return result.stdout
+
+
+def _tool_error(stderr: str, text: str) -> str:
+    """The error lines of an MLIR tool, with the offending source line of `text` where a position is given."""
+    lines = [line for line in stderr.splitlines() if "error:" in line]
+    if not lines:
+        return "\n".join(stderr.splitlines()[:5])
+    message = []
+    source = text.splitlines()
+    for line in lines[:3]:
+        place = re.match(r"(?:<stdin>|-):(\d+):\d+: ", line)
+        if place and int(place[1]) <= len(source):
+            line = f"{line[place.end() :]} (in `{source[int(place[1]) - 1].strip()[:160]}`)"
+        message.append(line)
+    return "\n".join(message)
+
+
+def _first_lines(text: str, count: int = 12) -> str:
+    return "\n".join(text.strip().splitlines()[:count])

@@ -1,0 +1,192 @@
+"""LLVM dialect -> LLVM IR -> object code for this machine.
+
+The kernel's function gets one `noalias` pointer parameter per temporary buffer, so that LLVM knows that buffers are
+distinct; a generated entry point places them in the thread's arena and runs a range of program instances:
+
+    void run(i64 *args, i8 *arena, i64 begin, i64 end, i32 grid_x, i32 grid_y, i32 grid_z)
+
+Every kernel argument takes one 8-byte slot of `args`. Programs are numbered x fastest.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import threading
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import llvmlite.binding as llvm
+
+from dsv4_triton.compiler import host_math
+from dsv4_triton.compiler.frontend import KernelCompileError
+
+ENTRY = "dsv4_run"
+ALIGNMENT = 64
+_lock = threading.Lock()
+
+# libtriton 3.2.0 prints the syntax of its own LLVM (20-dev); llvmlite 0.47 reads LLVM 20. Each row: pattern, replacement.
+_SYNTAX_FIXES: list[tuple[re.Pattern[str], str]] = []
+
+_SIZES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "half": 2, "bfloat": 2, "float": 4, "double": 8, "ptr": 8}
+_MALLOC = re.compile(
+    r"(%\w+) = call ptr @malloc\(i64 ptrtoint \(ptr getelementptr \((\w+), ptr null, i(?:32|64) (\d+)\) to i64\)\)"
+)
+
+
+@dataclass(frozen=True)
+class HostObject:
+    """Native code of one kernel specialisation: an object file, its entry symbol and the arena bytes it needs."""
+
+    code: bytes
+    symbol: str
+    arena_bytes: int
+
+
+def to_llvm_ir(dialect_text: str, kernel_name: str) -> str:
+    """LLVM IR of a module in the LLVM dialect, translated by triton's own library."""
+    from triton._C.libtriton import ir
+    from triton._C.libtriton import llvm as triton_llvm
+
+    with tempfile.NamedTemporaryFile("w", suffix=".mlir") as file:
+        file.write(dialect_text)
+        file.flush()
+        with _lock:
+            context = ir.context()
+            ir.load_dialects(context)
+            try:
+                module = ir.parse_mlir_module(file.name, context)
+                text = str(triton_llvm.to_module(module, triton_llvm.context()))
+            except RuntimeError as error:
+                raise KernelCompileError(f"kernel {kernel_name}: no LLVM IR: {error}") from error
+            context.disable_multithreading()
+    for pattern, replacement in _SYNTAX_FIXES:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def _slot_type(kind: str) -> str:
+    """LLVM type of a Triton scalar type in a slot."""
+    return {"fp16": "half", "bf16": "bfloat", "fp32": "float", "fp64": "double", "f32": "float"}.get(kind, kind.replace("u", "i"))
+
+
+def add_entry(text: str, function: str, types: list[tuple[int, str]], symbol: str) -> tuple[str, int]:
+    """Place temporaries in an arena and append the entry point; returns the module and the arena's size in bytes.
+
+    `types` are the argument slot and the Triton type of each of the kernel's run-time arguments, in order.
+    """
+    head = re.search(rf"^define void @{re.escape(function)}\((.*)\) *(.*)\{{$", text, re.MULTILINE)
+    if head is None:
+        raise KernelCompileError(f"kernel {function}: its function is missing from the LLVM IR")
+    offsets: list[int] = []
+    total = 0
+
+    def place(match: re.Match[str]) -> str:
+        nonlocal total
+        size = _SIZES[match[2]] * int(match[3])
+        offsets.append(total)
+        total += -(-size // ALIGNMENT) * ALIGNMENT
+        return f"{match[1]} = getelementptr i8, ptr %buffer{len(offsets) - 1}, i64 0"
+
+    text = _MALLOC.sub(place, text)
+    if "@malloc(i64 %" in text:
+        raise KernelCompileError(f"kernel {function}: needs a temporary whose size is only known at run time")
+    buffers = [f"ptr noalias nocapture align {ALIGNMENT} %buffer{i}" for i in range(len(offsets))]
+    old = head[0]
+    new = f"define internal void @{function}({', '.join([head[1], *buffers])}) noinline {{"
+    text = text.replace(old, new).replace("declare ptr @malloc(i64)\n", "")
+
+    lines, arguments = [], []
+    null_memref = "ptr null, ptr null, i64 0, i64 0, i64 1"
+    for i, (place_of, kind) in enumerate(types):
+        slot = f"%slot{i}"
+        lines.append(f"  {slot} = getelementptr i64, ptr %args, i64 {place_of}")
+        if kind.startswith("*"):
+            lines.append(f"  %a{i} = load ptr, ptr {slot}")
+            arguments.append(f"ptr %a{i}, ptr %a{i}, i64 0, i64 -1, i64 1")
+        else:
+            lines.append(f"  %a{i} = load {_slot_type(kind)}, ptr {slot}")
+            arguments.append(f"{_slot_type(kind)} %a{i}")
+    for i, offset in enumerate(offsets):
+        lines.append(f"  %b{i} = getelementptr i8, ptr %arena, i64 {offset}")
+    prologue = "\n".join(lines)
+    operands = ", ".join(
+        [null_memref, null_memref, *arguments, "i32 %gx", "i32 %gy", "i32 %gz", "i32 %x", "i32 %y", "i32 %z"]
+        + [f"ptr %b{i}" for i in range(len(offsets))]
+    )
+    entry = f"""
+define void @{symbol}(ptr %args, ptr %arena, i64 %begin, i64 %end, i32 %gx, i32 %gy, i32 %gz) {{
+{prologue}
+  %wx = zext i32 %gx to i64
+  %wy = zext i32 %gy to i64
+  br label %head
+head:
+  %p = phi i64 [ %begin, %0 ], [ %next, %body ]
+  %more = icmp slt i64 %p, %end
+  br i1 %more, label %body, label %done
+body:
+  %lx = urem i64 %p, %wx
+  %row = udiv i64 %p, %wx
+  %ly = urem i64 %row, %wy
+  %lz = udiv i64 %row, %wy
+  %x = trunc i64 %lx to i32
+  %y = trunc i64 %ly to i32
+  %z = trunc i64 %lz to i32
+  call void @{function}({operands})
+  %next = add nuw nsw i64 %p, 1
+  br label %head
+done:
+  ret void
+}}
+"""
+    return text + entry, total
+
+
+@lru_cache(maxsize=1)
+def _initialized() -> None:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+
+
+@lru_cache(maxsize=1)
+def cpu() -> tuple[str, str]:
+    """Name and feature string of this machine's CPU as LLVM knows them."""
+    return llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+
+
+def target_machine() -> Any:
+    """A fresh LLVM target machine for this CPU (they are not shared between threads)."""
+    _initialized()
+    name, features = cpu()
+    target = llvm.Target.from_default_triple()
+    return target.create_target_machine(cpu=name, features=features, opt=3, reloc="pic", codemodel="default")
+
+
+def compile_ir(text: str, kernel_name: str) -> bytes:
+    """Optimise LLVM IR (O3) and emit an object file."""
+    machine = target_machine()
+    text = host_math.link(text)
+    if path := os.environ.get("DSV4_TRITON_DUMP_DIR"):
+        with open(os.path.join(path, f"{kernel_name}.ll"), "w") as file:
+            file.write(text)
+    try:
+        module = llvm.parse_assembly(text)
+    except RuntimeError as error:
+        raise KernelCompileError(f"kernel {kernel_name}: LLVM does not accept its IR: {error}") from error
+    module.triple = machine.triple
+    module.data_layout = str(machine.target_data)
+    options = llvm.create_pipeline_tuning_options(speed_level=3)
+    options.loop_vectorization = True
+    options.slp_vectorization = True
+    options.loop_interleaving = True
+    options.loop_unrolling = True
+    builder = llvm.create_pass_builder(machine, options)
+    builder.getModulePassManager().run(module, builder)
+    if path:
+        with open(os.path.join(path, f"{kernel_name}.opt.ll"), "w") as file:
+            file.write(str(module))
+        with open(os.path.join(path, f"{kernel_name}.s"), "w") as file:
+            file.write(machine.emit_assembly(module))
+    return machine.emit_object(module)
