@@ -6,7 +6,6 @@ without loops; the classes form the key of the compiled specialisation.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import struct
 import threading
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dsv4_triton.compiler import host_build, host_runtime
+from dsv4_triton.compiler import host_build, host_cache, host_runtime
 from dsv4_triton.compiler.frontend import KernelCompileError, Signature
 
 # A range hook for tools that look at kernels: None, or called with the HostKernel after it was built.
@@ -216,9 +215,12 @@ class Launcher:
                 layout += "Q" if kind[0] == "*" else _SCALAR_FORMATS.get(kind, "q")
             signature = Signature(types, constants)
             compiled = HostKernel(self.name, signature, key, struct.Struct(layout).pack)
-            symbol = "k" + hashlib.sha256(repr((self.source_hash, key)).encode()).hexdigest()[:24]
+            digest = host_cache.key(self.kernel, signature, slots)
             try:
-                code = host_build.build(self.kernel, signature, slots, symbol)
+                code = host_cache.load(digest)
+                if code is None:
+                    code = host_build.build(self.kernel, signature, slots, f"k{digest[:24]}")
+                    host_cache.store(digest, code)
             except KernelCompileError as error:
                 missing = [p.name for i, p in enumerate(self.runtime) if key[i] == "none"]
                 if missing:
