@@ -31,8 +31,8 @@ HC = 4
 """Residual streams (hc_mult); the model is defined for this number only."""
 HEAD_DIM, ROPE_DIM, INDEX_HEAD_DIM, WINDOW = 512, 64, 128, 128
 KEY_SCALE = 2.0
-"""Mean weight of the key norms. At 1 the softmax is so flat that attention hardly contributes to the result, and a wrong
-key among 128 goes unnoticed; at 2 an attention sub-layer contributes as much as a mixture of experts."""
+"""Mean weight of the key norms. At 1 the softmax is so flat that attention hardly contributes to the result, and a
+wrong key among 128 goes unnoticed; at 2 an attention sub-layer contributes as much as a mixture of experts."""
 
 
 class DemoError(ValueError):

@@ -5,6 +5,7 @@ Token ids follow the official order: BOS 0, EOS 1, the 256 bytes, merged tokens,
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -12,8 +13,8 @@ from pathlib import Path
 BOS = "<｜begin▁of▁sentence｜>"
 EOS = "<｜end▁of▁sentence｜>"
 CONTROL = (
-    "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", "｜DSML｜", "<｜latest_reminder｜>", "<｜action｜>", "<｜query｜>",
-    "<｜authority｜>", "<｜domain｜>", "<｜title｜>", "<｜read_url｜>",
+    "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", "｜DSML｜", "<｜latest_reminder｜>", "<｜action｜>",
+    "<｜query｜>", "<｜authority｜>", "<｜domain｜>", "<｜title｜>", "<｜read_url｜>",
 )  # fmt: skip
 """Tokens of the chat format, in the order of their official ids."""
 MIN_VOCAB = 2 + 256 + len(CONTROL)
@@ -55,7 +56,7 @@ def _merges(count: int, words: Counter[tuple[str, ...]]) -> list[tuple[str, str]
     while len(merges) < count:
         pairs: Counter[tuple[str, str]] = Counter()
         for word, times in words.items():
-            for pair in zip(word, word[1:], strict=False):
+            for pair in itertools.pairwise(word):
                 pairs[pair] += times
         if not pairs:
             break
