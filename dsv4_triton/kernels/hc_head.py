@@ -1,0 +1,103 @@
+"""mHC: collapse the four streams before the language-model head.
+
+    F = x as [T, 4D], stream-major;  m = (F @ fn^T) * rsqrt(mean(F^2) + norm_eps)
+    pre_j = sigmoid(m_j scale[0] + base_j) + hc_eps;  h = sum_j pre_j x_j, and optionally the final RMS norm of it
+
+Two kernels: the mixing product (`_hc.py`) and this file's finish; dtypes, rounding, loops and UB as in `hc_pre`.
+Source of the formula: `hc_head` of the official DeepSeek inference code.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4_triton.device import family_of
+from dsv4_triton.kernels._checks import FLOATS, check_tensor, output
+from dsv4_triton.kernels._hc import LANES, collapse_token, gate, inverse_rms, mix, tokens_per_program
+
+
+@triton.jit(do_not_specialize=["T", "TP", "slices"])
+def _hc_head_finish_kernel(
+    x_ptr,
+    part_ptr,
+    gram_ptr,
+    scale_ptr,
+    base_ptr,
+    norm_ptr,
+    out_ptr,
+    T,
+    TP,
+    slices,
+    norm_eps,
+    hc_eps,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    P: tl.constexpr,
+    BT: tl.constexpr,
+    NTOK: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    four = tl.arange(0, 4)
+    lane = tl.arange(0, LANES)
+    for item in range(tl.program_id(0), tl.cdiv(T, NTOK), tl.num_programs(0)):
+        first = item * NTOK // LANES * LANES
+        rms = inverse_rms(gram_ptr, first, slices, TP, norm_eps, 4 * D, BT, LANES)
+        pre = gate(part_ptr, base_ptr, tl.load(scale_ptr), rms, four, first, slices, TP, 4, P, LANES) + hc_eps
+        for t in range(item * NTOK, tl.minimum(item * NTOK + NTOK, T)):
+            at_lane = tl.where(lane == t - first, 1.0, 0.0)[None, :]
+            collapse_token(x_ptr, norm_ptr, out_ptr, t, pre, at_lane, norm_eps, D, BD)
+
+
+def hc_head(
+    x: torch.Tensor,
+    fn_parts: torch.Tensor,
+    scale: torch.Tensor,
+    base: torch.Tensor,
+    *,
+    norm_eps: float,
+    hc_eps: float,
+    norm_weight: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The collapsed stream [T, D] in x's dtype of the streams `x [T, 4, D]`.
+
+    `fn_parts [P, 4, 4D]` comes from `hc_pre.split_fn` for x's dtype; scale [1] and base [4] are fp32; `norm_weight
+    [D]` (bf16 or fp32) fuses the final RMS norm with `norm_eps`. D is a multiple of 16.
+    """
+    check_tensor("hc_head", "x", x, (None, 4, None), FLOATS)
+    T, _, D = x.shape
+    check_tensor("hc_head", "fn_parts", fn_parts, (None, 4, 4 * D), x.dtype, device=x.device)
+    check_tensor("hc_head", "scale", scale, (1,), torch.float32, device=x.device)
+    check_tensor("hc_head", "base", base, (4,), torch.float32, device=x.device)
+    if norm_weight is not None:
+        check_tensor("hc_head", "norm_weight", norm_weight, (D,), FLOATS, device=x.device)
+    if D % 16:
+        raise ValueError(f"hc_head: D is {D}, expected a multiple of 16")
+    out = output("hc_head", "out", out, (T, D), x.dtype, x.device)
+    if T == 0:
+        return out
+    part, gram = mix(x, fn_parts)
+    cores = family_of(x.device.type).vector_cores
+    tokens = tokens_per_program(T, cores)
+    grid = (min(triton.cdiv(T, tokens), cores),)
+    _hc_head_finish_kernel[grid](
+        x,
+        part,
+        gram,
+        scale,
+        base,
+        norm_weight,
+        out,
+        T,
+        part.shape[2],
+        part.shape[0],
+        norm_eps,
+        hc_eps,
+        D=D,
+        BD=D,
+        P=fn_parts.shape[0],
+        BT=gram.shape[2],
+        NTOK=tokens,
+        LANES=LANES,
+    )
+    return out

@@ -1,0 +1,42 @@
+"""`out = x * scale + y`, element by element.
+
+x and y are bf16 or fp32 of the same shape, possibly of different dtypes; fp32 arithmetic, one rounding to y's dtype.
+Grid: vector cores; a persistent loop over blocks of 8192 elements (UB: 2 fp32 blocks and the three operand blocks,
+doubled).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4_triton.device import family_of
+from dsv4_triton.kernels._checks import FLOATS, check_tensor, output
+
+_BLOCK = 8192
+
+
+@triton.jit(do_not_specialize=["N", "scale"])
+def _muls_add_kernel(x_ptr, y_ptr, out_ptr, N, scale, BLOCK: tl.constexpr):
+    lane = tl.arange(0, BLOCK)
+    for block in range(tl.program_id(0), tl.cdiv(N, BLOCK), tl.num_programs(0)):
+        base = tl.cast(block, tl.int64) * BLOCK
+        live = lane < N - base
+        x = tl.load(x_ptr + base + lane, mask=live, other=0.0).to(tl.float32)
+        y = tl.load(y_ptr + base + lane, mask=live, other=0.0).to(tl.float32)
+        tl.store(out_ptr + base + lane, (x * scale + y).to(out_ptr.dtype.element_ty), mask=live)
+
+
+def muls_add(x: torch.Tensor, y: torch.Tensor, scale: float, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`x * scale + y` in fp32, rounded once to y's dtype.
+
+    x and y have one shape (any rank) and are contiguous, bf16 or fp32 each; `out` has y's shape and dtype and may be
+    y, or x where the dtypes agree.
+    """
+    check_tensor("muls_add", "x", x, tuple(x.shape), FLOATS)
+    check_tensor("muls_add", "y", y, tuple(x.shape), FLOATS, device=x.device)
+    out = output("muls_add", "out", out, y.shape, y.dtype, y.device)
+    if out.numel() == 0:
+        return out
+    grid = (min(triton.cdiv(out.numel(), _BLOCK), family_of(x.device.type).vector_cores),)
+    _muls_add_kernel[grid](x, y, out, out.numel(), float(scale), BLOCK=_BLOCK)
+    return out
