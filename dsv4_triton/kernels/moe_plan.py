@@ -1,0 +1,159 @@
+"""Where each (token, choice) pair goes when rows are grouped by expert.
+
+Pairs are ordered by expert, then by token and choice: the position of pair i is (pairs of smaller experts) + (earlier
+pairs of its own expert). Tiles cut each expert's rows into runs of at most `block_rows`, listed expert by expert.
+
+Everything is counted with comparisons and sums (no atomics, no sort, no host): chunks of pairs are counted per
+expert, then each chunk adds up the counts and places its own pairs, and the first one also writes the tiles. Where
+one chunk holds all pairs the counting is part of the second kernel. Counts are exact in fp32 below 2^24, and so far
+it goes. Grid: vector cores. UB: about 6 tiles [32, EB].
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4_triton.device import family_of
+from dsv4_triton.kernels._checks import check_tensor
+
+_CHUNK = 512
+_BLOCK = 32
+_MAX_PAIRS = 1 << 24
+
+
+@triton.jit
+def _load_ids(ids_ptr, first, pairs, E: tl.constexpr, BS: tl.constexpr):
+    """Experts [BS] fp32 of the pairs from `first` on; -1 for none."""
+    lane = tl.arange(0, BS)
+    ids = tl.load(ids_ptr + first + lane, mask=lane < pairs - first, other=-1).to(tl.float32)
+    return tl.where((ids >= 0.0) & (ids < E), ids, -1.0)
+
+
+@triton.jit
+def _count_chunk(ids_ptr, chunk, pairs, E: tl.constexpr, EB: tl.constexpr, CHUNK: tl.constexpr, BS: tl.constexpr):
+    """Pairs of each expert [EB] fp32 in one chunk."""
+    expert = tl.arange(0, EB).to(tl.float32)[None, :]
+    count = tl.zeros((EB,), tl.float32)
+    for first in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, pairs), BS):
+        ids = _load_ids(ids_ptr, first, pairs, E, BS)
+        count += tl.sum(tl.where(ids[:, None] == expert, 1.0, 0.0), axis=0)
+    return count
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _moe_count_kernel(
+    ids_ptr, counts_ptr, pairs, E: tl.constexpr, EB: tl.constexpr, CHUNK: tl.constexpr, BS: tl.constexpr
+):
+    for chunk in range(tl.program_id(0), tl.cdiv(pairs, CHUNK), tl.num_programs(0)):
+        count = _count_chunk(ids_ptr, chunk, pairs, E, EB, CHUNK, BS)
+        tl.store(counts_ptr + chunk * EB + tl.arange(0, EB), count)
+
+
+@triton.jit
+def _write_tiles(
+    tiles_ptr, num_tiles_ptr, total, start, capacity, EB: tl.constexpr, BS: tl.constexpr, BLOCK_ROWS: tl.constexpr
+):
+    """The tile list from each expert's row count and first row [EB]."""
+    expert = tl.arange(0, EB).to(tl.float32)
+    need = tl.floor((total + (BLOCK_ROWS - 1)) * (1.0 / BLOCK_ROWS))
+    end = tl.cumsum(need, axis=0)
+    used = tl.sum(need, axis=0)
+    tl.store(num_tiles_ptr, used.to(tl.int32))
+    for first in range(0, capacity, BS):
+        slot = first + tl.arange(0, BS)
+        tile = slot.to(tl.float32)
+        live = tile < used
+        owner = tl.sum(tl.where(end[None, :] <= tile[:, None], 1.0, 0.0), axis=1)
+        mine = owner[:, None] == expert[None, :]
+        offset = (tile - tl.sum(tl.where(mine, (end - need)[None, :], 0.0), axis=1)) * BLOCK_ROWS
+        row = tl.sum(tl.where(mine, start[None, :], 0.0), axis=1) + offset
+        left = tl.sum(tl.where(mine, total[None, :], 0.0), axis=1) - offset
+        rows = tl.minimum(left, BLOCK_ROWS, propagate_nan=tl.PropagateNan.ALL)
+        kept = slot < capacity
+        tl.store(tiles_ptr + slot, tl.where(live, owner, 0.0).to(tl.int32), mask=kept)
+        tl.store(tiles_ptr + capacity + slot, tl.where(live, row, 0.0).to(tl.int32), mask=kept)
+        tl.store(tiles_ptr + 2 * capacity + slot, tl.where(live, rows, 0.0).to(tl.int32), mask=kept)
+
+
+@triton.jit(do_not_specialize=["pairs", "capacity"])
+def _moe_place_kernel(
+    ids_ptr,
+    counts_ptr,
+    positions_ptr,
+    tiles_ptr,
+    num_tiles_ptr,
+    pairs,
+    capacity,
+    E: tl.constexpr,
+    EB: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    lane = tl.arange(0, BS)
+    expert = tl.arange(0, EB)
+    number = expert.to(tl.float32)[None, :]
+    earlier = lane[None, :] < lane[:, None]
+    chunks = tl.cdiv(pairs, CHUNK)
+    for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
+        before = tl.zeros((EB,), tl.float32)
+        if counts_ptr is None:
+            total = _count_chunk(ids_ptr, chunk, pairs, E, EB, CHUNK, BS)
+        else:
+            for c in range(chunk):
+                before += tl.load(counts_ptr + c * EB + expert)
+            total = before
+            for c in range(chunk, chunks):
+                total += tl.load(counts_ptr + c * EB + expert)
+        start = tl.cumsum(total, axis=0) - total
+        base = start + before
+        for first in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, pairs), BS):
+            ids = _load_ids(ids_ptr, first, pairs, E, BS)
+            mine = ids[:, None] == number
+            same = (ids[:, None] == ids[None, :]) & earlier
+            position = tl.sum(tl.where(same, 1.0, 0.0), axis=1) + tl.sum(tl.where(mine, base[None, :], 0.0), axis=1)
+            position = tl.where(ids >= 0.0, position, -1.0).to(tl.int32)
+            tl.store(positions_ptr + first + lane, position, mask=lane < pairs - first)
+            base += tl.sum(tl.where(mine, 1.0, 0.0), axis=0)
+        if chunk == 0:
+            _write_tiles(tiles_ptr, num_tiles_ptr, total, start, capacity, EB, BS, BLOCK_ROWS)
+
+
+def tile_capacity(pairs: int, num_experts: int, block_rows: int) -> int:
+    """Tiles that `pairs` rows can need at most, however they are spread over the experts."""
+    active = min(pairs, num_experts)
+    return active + (pairs - active) // block_rows
+
+
+def moe_plan(
+    ids: torch.Tensor, num_experts: int, *, block_rows: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`(positions [T, k], tiles [3, C], num_tiles [1])`, int32, of the chosen experts `ids [T, k]` int32.
+
+    positions: the row of each pair when all are grouped by expert (stable); -1 where the id is not in
+    0..num_experts-1. tiles: expert, first row and number of rows (1..block_rows) of each run of rows; zeros from
+    `num_tiles` on. C is `tile_capacity(T k, num_experts, block_rows)`. `block_rows` is a power of two; T k stays
+    below 2^24.
+    """
+    check_tensor("moe_plan", "ids", ids, (None, None), torch.int32)
+    pairs = ids.numel()
+    if block_rows < 1 or block_rows & (block_rows - 1):
+        raise ValueError(f"moe_plan: block_rows is {block_rows}, expected a power of two")
+    if pairs >= _MAX_PAIRS:
+        raise ValueError(f"moe_plan: {pairs} pairs of token and choice, expected fewer than {_MAX_PAIRS}")
+    capacity = tile_capacity(pairs, num_experts, block_rows)
+    positions = torch.empty_like(ids)
+    tiles = torch.empty(3, capacity, dtype=torch.int32, device=ids.device)
+    num_tiles = torch.empty(1, dtype=torch.int32, device=ids.device)
+    if pairs == 0:
+        return positions, tiles, num_tiles.zero_()
+    block_e = -(-num_experts // 16) * 16
+    chunks = triton.cdiv(pairs, _CHUNK)
+    grid = (min(chunks, family_of(ids.device.type).vector_cores),)
+    shape = {"E": num_experts, "EB": block_e, "CHUNK": _CHUNK, "BS": _BLOCK}
+    counts = None
+    if chunks > 1:
+        counts = torch.empty(chunks, block_e, dtype=torch.float32, device=ids.device)
+        _moe_count_kernel[grid](ids, counts, pairs, **shape)
+    _moe_place_kernel[grid](ids, counts, positions, tiles, num_tiles, pairs, capacity, **shape, BLOCK_ROWS=block_rows)
+    return positions, tiles, num_tiles
