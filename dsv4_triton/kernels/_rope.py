@@ -27,3 +27,8 @@ def load_cos_sin(cos_sin_ptr, position, INVERSE: tl.constexpr):
 def rotate(a, b, cos, sin):
     """`(a + jb) * (cos + j sin)` as the pair of its parts: `a cos - b sin`, `b cos + a sin`."""
     return a * cos - b * sin, b * cos + a * sin
+
+
+def heads_per_block(heads: int, limit: int) -> int:
+    """The largest power of two that divides `heads`, at most `limit`: blocks of heads then need no mask."""
+    return min(heads & -heads, limit)

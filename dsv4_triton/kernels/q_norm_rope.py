@@ -1,0 +1,86 @@
+"""Query prologue: per-head RMS norm without a weight, then rotary embedding.
+
+Formula, per token and head: `q <- q * rsqrt(mean(q^2 over 512) + eps)`, then the last 64 features are rotated by the
+angles of the token's position (half layout, see `_rope`). fp32 from load to store, one cast.
+Grid: persistent over (token, block of heads); a program keeps one `[BH, 512]` tile. UB: about `BH * 512 * 14` bytes.
+Source: DeepSeek-V4 reference attention (q path); the fp32 rounding follows vLLM's fused kernel.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4_triton.device import family_of
+from dsv4_triton.kernels._checks import FLOATS, check_tensor, output
+from dsv4_triton.kernels._rope import HALF, heads_per_block, load_cos_sin, rotate
+
+OP = "q_norm_rope"
+HEAD_DIM = 512
+ROTARY = 64
+MAX_HEADS_PER_BLOCK = 16
+
+
+@triton.jit(do_not_specialize=["items"])
+def _q_norm_rope_kernel(
+    q_ptr,
+    out_ptr,
+    positions_ptr,
+    cos_sin_ptr,
+    items,
+    eps,
+    H: tl.constexpr,
+    BH: tl.constexpr,
+    D: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+):
+    """Item i is the block `i % (H / BH)` of heads of token `i // (H / BH)`; with IN_PLACE only `q_ptr` is used."""
+    PLAIN: tl.constexpr = D - 2 * HALF
+    head = tl.arange(0, BH)[:, None] * D
+    column = tl.arange(0, D)[None, :]
+    lane = tl.arange(0, HALF)[None, :]
+    plain = column < PLAIN
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        token = item // (H // BH)
+        position = tl.load(positions_ptr + token)
+        base = tl.cast(item, tl.int64) * (BH * D)
+        source = q_ptr + base
+        target = source
+        if not IN_PLACE:
+            target = out_ptr + base
+        if position >= 0:
+            cos, sin = load_cos_sin(cos_sin_ptr, position, False)
+            x = tl.load(source + head + column, mask=plain, other=0.0).to(tl.float32)
+            a = tl.load(source + PLAIN + head + lane).to(tl.float32)
+            b = tl.load(source + PLAIN + HALF + head + lane).to(tl.float32)
+            total = tl.sum(x * x, axis=1) + tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
+            scale = tl.rsqrt(total * (1.0 / D) + eps)[:, None]
+            a, b = rotate(a * scale, b * scale, cos[None, :], sin[None, :])
+            tl.store(target + head + column, (x * scale).to(q_ptr.dtype.element_ty), mask=plain)
+            tl.store(target + PLAIN + head + lane, a.to(q_ptr.dtype.element_ty))
+            tl.store(target + PLAIN + HALF + head + lane, b.to(q_ptr.dtype.element_ty))
+        else:
+            tl.store(target + head + column, tl.zeros((BH, D), q_ptr.dtype.element_ty))
+
+
+def q_norm_rope(
+    q: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, *, eps: float, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Norm and rotate `q [T, H, 512]` (bf16 or fp32); `out` may be `q`. Rows of padding tokens become zero.
+
+    `positions [T]` int32; `cos_sin [P, 64]` fp32, rows `[cos | sin]`; the last 64 features in half layout.
+    """
+    check_tensor(OP, "q", q, (None, None, HEAD_DIM), FLOATS)
+    tokens, heads, _ = q.shape
+    check_tensor(OP, "positions", positions, (tokens,), torch.int32, device=q.device)
+    check_tensor(OP, "cos_sin", cos_sin, (None, ROTARY), torch.float32, device=q.device)
+    out = output(OP, "out", out, q.shape, q.dtype, q.device)
+    if q.numel() == 0:
+        return out
+    block = heads_per_block(heads, MAX_HEADS_PER_BLOCK)
+    items = tokens * (heads // block)
+    grid = (min(items, family_of(q.device.type).vector_cores),)
+    _q_norm_rope_kernel[grid](
+        q, out, positions, cos_sin, items, eps,
+        H=heads, BH=block, D=HEAD_DIM, IN_PLACE=out.data_ptr() == q.data_ptr(),
+    )  # fmt: skip
+    return out

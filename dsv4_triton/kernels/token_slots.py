@@ -1,0 +1,81 @@
+"""Cache slot of each token's row: one launch per cache group and step.
+
+Formula: row `j = p // ratio` of a token at position p that closes a window of `ratio` tokens, `(p + 1) % ratio == 0`
+(every token when ratio is 1); `slot = block_table[request, j // R] * R + j % R` with R rows per block. -1 for every
+other token, for padding and for the null block 0. Integers only.
+Grid: persistent over blocks of tokens. UB: about 40 bytes per token of a block.
+Source: slot mapping of vLLM's paged caches; compressed caches are written at closing tokens only.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4_triton.device import family_of
+from dsv4_triton.kernels._checks import check_tensor, output
+
+OP = "token_slots"
+TOKENS_PER_BLOCK = 128
+
+
+@triton.jit(do_not_specialize=["T", "columns", "table_stride"])
+def _token_slots_kernel(
+    positions_ptr,
+    token_req_ptr,
+    table_ptr,
+    out_ptr,
+    T,
+    columns,
+    table_stride,
+    ROWS: tl.constexpr,
+    RATIO: tl.constexpr,
+    BT: tl.constexpr,
+):
+    for start in range(tl.program_id(0) * BT, T, tl.num_programs(0) * BT):
+        token = start + tl.arange(0, BT)
+        inside = token < T
+        position = tl.load(positions_ptr + token, mask=inside, other=-1)
+        request = tl.load(token_req_ptr + token, mask=inside, other=-1)
+        row = position // RATIO
+        column = row // ROWS
+        live = (position >= 0) & (request >= 0) & (column < columns)
+        if RATIO > 1:
+            live = live & ((position + 1) % RATIO == 0)
+        # Dead lanes read entry 0: a masked load may still touch its address on some toolchains.
+        index = tl.where(live, request, 0).to(tl.int64) * table_stride + tl.where(live, column, 0)
+        block = tl.load(table_ptr + index)
+        slot = tl.where(live & (block > 0), block * ROWS + row % ROWS, -1)
+        tl.store(out_ptr + token, slot, mask=inside)
+
+
+def token_slots(
+    positions: torch.Tensor,
+    token_req: torch.Tensor,
+    block_table: torch.Tensor,
+    *,
+    rows_per_block: int,
+    ratio: int = 1,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Flat slots `[T]` int32 (`block * rows_per_block + offset`, -1 to skip) of the rows that the tokens write.
+
+    `positions`, `token_req` `[T]` int32, -1 for padding; `block_table [B, M]` int32, its rows may be strided.
+    A row beyond the table or in a block <= 0 has slot -1. `rows_per_block` and `ratio` are positive.
+    """
+    check_tensor(OP, "positions", positions, (None,), torch.int32)
+    tokens = positions.shape[0]
+    check_tensor(OP, "token_req", token_req, (tokens,), torch.int32, device=positions.device)
+    check_tensor(OP, "block_table", block_table, (None, None), torch.int32, device=positions.device, layout="rows")
+    if rows_per_block < 1 or ratio < 1:
+        raise ValueError(f"{OP}: rows_per_block and ratio must be positive, got {rows_per_block} and {ratio}")
+    out = output(OP, "out", out, (tokens,), torch.int32, positions.device)
+    if tokens == 0:
+        return out
+    if block_table.numel() == 0:
+        return out.fill_(-1)
+    grid = (min(triton.cdiv(tokens, TOKENS_PER_BLOCK), family_of(positions.device.type).vector_cores),)
+    _token_slots_kernel[grid](
+        positions, token_req, block_table, out, tokens, block_table.shape[1], block_table.stride(0),
+        ROWS=rows_per_block, RATIO=ratio, BT=TOKENS_PER_BLOCK,
+    )  # fmt: skip
+    return out
