@@ -1,0 +1,139 @@
+"""The command line `dsv4-triton`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Optional, cast
+
+import typer
+from rich.console import Console
+
+from dsv4_triton import __version__
+
+app = typer.Typer(
+    name="dsv4-triton",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help=(
+        "DeepSeek-V4 served with Triton kernels on Huawei Ascend, as a vLLM plugin.\n\n"
+        "Serving itself is vLLM's own command; the plugin is found by itself once it is installed:\n\n"
+        "[bold]  vllm serve MODEL[/bold]\n\n"
+        "Start here:\n\n"
+        "[bold]  dsv4-triton doctor[/bold]             what is installed, what is missing, how to get it\n\n"
+        "[bold]  dsv4-triton demo DIR --serve[/bold]   write a small random model and talk to it"
+    ),
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"dsv4-triton {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def doctor(
+    json: Annotated[
+        Optional[Path],  # noqa: UP045  typer evaluates the annotation, on Python 3.10 too
+        typer.Option(metavar="FILE", help="Write the report to FILE as JSON too."),
+    ] = None,
+) -> None:
+    """Say what is installed, which device family this is, and what is missing for serving.
+
+    Each problem comes with the command that fixes it. The exit status is 1 when serving cannot work.
+    """
+    from dsv4_triton import doctor as doctor_module
+
+    console = Console()
+    with console.status("looking at packages, compilers and devices"):
+        report = doctor_module.examine()
+    doctor_module.render(report, console)
+    if json is not None:
+        json.write_text(report.as_json())
+    raise typer.Exit(0 if report.can_serve else 1)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.replace(",", " ").split())
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a list of numbers such as 0,4,128", param_hint="--ratios") from None
+
+
+@app.command()
+def demo(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder of the checkpoint: new, empty or an earlier demo.")
+    ],
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Then start `vllm serve` on 127.0.0.1, ask it twice, and keep it running.")
+    ] = False,
+    smoke: Annotated[bool, typer.Option("--smoke", help="With --serve: stop after the two answers.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="With --serve: the port; 0 takes a free one.")] = 0,
+    layers: Annotated[int, typer.Option(min=1, max=1000, help="Decoder layers, of all kinds in turn.")] = 6,
+    ratios: Annotated[
+        str, typer.Option(metavar="LIST", help="Instead of --layers: the compress ratio of each layer, e.g. 0,4,128.")
+    ] = "",
+    experts: Annotated[int, typer.Option(min=1, help="Routed experts a layer.")] = 16,
+    hash_layers: Annotated[int, typer.Option(min=0, help="Leading layers that route by token id.")] = 2,
+    hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")] = 256,
+    heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 8,
+    vocab: Annotated[int, typer.Option(help="Tokens in the vocabulary.")] = 512,
+    context: Annotated[int, typer.Option(help="Longest sequence, in tokens.")] = 16384,
+    mtp: Annotated[bool, typer.Option("--mtp/--no-mtp", help="With a multi-token-prediction block.")] = True,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the weights.")] = 0,
+) -> None:
+    """Write a small random DeepSeek-V4 checkpoint with every kind of layer, and serve it if asked to.
+
+    The files, field names and tensor names are the official ones; vLLM and transformers load it as it is. The weights
+    are random, so the model answers with words but without sense.
+    """
+    from dsv4_triton.demo.checkpoint import DemoError, DemoSettings, default_ratios, write_checkpoint
+
+    console = Console()
+    kinds = _numbers(ratios) if ratios else default_ratios(layers)
+    try:
+        settings = DemoSettings(
+            ratios=kinds,
+            experts=experts,
+            hash_layers=min(hash_layers, len(kinds)),
+            hidden=hidden,
+            heads=heads,
+            vocab=vocab,
+            context=context,
+            mtp_layers=int(mtp),
+            dtype=cast(Literal["bfloat16", "float32"], dtype),  # DemoSettings checks it
+            seed=seed,
+        )
+        with console.status(f"writing {len(kinds)} layers to {directory}"):
+            written = write_checkpoint(directory, settings)
+    except (DemoError, OSError) as error:
+        console.print(f"[bold red]error:[/bold red] {error}", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    size = sum(file.stat().st_size for file in directory.iterdir()) / 2**20
+    done = "wrote" if written else "already there with these settings:"
+    console.print(f"{done} {directory} ({size:.0f} MiB, {dtype}, compress ratios {list(kinds)})", highlight=False)
+    if not serve:
+        flag = " --dtype float32" if dtype == "float32" else ""
+        console.print(f"serve it with: vllm serve {directory}{flag}", highlight=False, soft_wrap=True)
+        return
+    from dsv4_triton.demo.serve import run_demo
+
+    raise typer.Exit(run_demo(directory, dtype=dtype, port=port, smoke=smoke, console=console))
+
+
+if __name__ == "__main__":
+    app()

