@@ -1,0 +1,13 @@
+"""The operations that triton-ascend adds to Triton, under one name for every release.
+
+Release 3.2.0 hangs them on `triton.language`; later releases keep them in an extension module.
+"""
+
+import triton.language as tl
+
+try:
+    from triton.language.extra.cann.extension import extract_slice
+except ImportError:
+    extract_slice = tl.extract_slice
+
+__all__ = ["extract_slice"]

@@ -1,0 +1,201 @@
+"""Fold the raw rows of a closed compressor window into one entry, and store it.
+
+For a token at position p with `slots[t] >= 0` (it closes a window), per feature, in fp32:
+
+    ratio 4:    rows p-7..p-4 with u[:d], g[:d], then rows p-3..p with u[d:], g[d:]; rows below 0 do not exist
+    ratio 128:  rows p-127..p with u, g
+    c = sum_rows softmax(g) * u,  rounded to the result dtype
+    e = c * rsqrt(mean(c^2) + eps) * weight,  rounded to the result dtype
+    e[d-64:] rotated for position p + 1 - ratio (half layout), rounded; FAKE_QUANT: e[:d-64] takes the fp8 simulation
+
+state [blocks, rows, 2cd] fp32 holds [u | g + ape]; position q stands in row q % rows of block state_table[req, q //
+rows]. Rows that do not exist are not loaded: the loop starts behind them, so a reused page may hold anything.
+
+The softmax is online over chunks of CHUNK rows; a chunk divides the page and the window, so it is contiguous.
+Grid: one program per vector core at most, each with a contiguous range of tokens (closing tokens are every ratio-th,
+so a strided walk would leave most programs without work). UB bytes: about 5 * CHUNK * d * 4, doubled for the two
+loads. Families: all. Source: model.md 4.2 to 4.4, 9.3.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4_triton.device import family_of
+from dsv4_triton.kernels._checks import FLOATS, check_tensor
+from dsv4_triton.kernels._fake_quant import fp8_sim64
+from dsv4_triton.kernels._lang import extract_slice
+from dsv4_triton.kernels._rope import HALF, load_cos_sin, rotate
+
+OP = "compressor_fold"
+RATIOS = (4, 128)
+DIMS = (128, 512)
+MAX_CHUNK_ROWS = 8
+
+
+@triton.jit
+def _fold_window(
+    state_ptr,
+    table_ptr,
+    position,
+    block_stride,
+    ROWS: tl.constexpr,
+    RATIO: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The softmax-weighted sum [DIM] fp32 of the window that closes at `position`."""
+    WIDTH: tl.constexpr = OVERLAP * DIM
+    PER_WINDOW: tl.constexpr = RATIO // CHUNK
+    start = position - (OVERLAP * RATIO - 1)
+    first = tl.where(start < 0, PER_WINDOW, 0)
+    cell = tl.arange(0, CHUNK)[:, None] * (2 * WIDTH) + tl.arange(0, DIM)[None, :]
+    top = tl.full((DIM,), float("-inf"), tl.float32)
+    total = tl.zeros((DIM,), tl.float32)
+    entry = tl.zeros((DIM,), tl.float32)
+    for chunk in range(first, OVERLAP * PER_WINDOW):
+        row = start + chunk * CHUNK
+        block = tl.load(table_ptr + row // ROWS)
+        half = (chunk // PER_WINDOW) * DIM
+        source = state_ptr + block.to(tl.int64) * block_stride + (row % ROWS) * (2 * WIDTH) + half
+        logits = tl.load(source + WIDTH + cell)
+        values = tl.load(source + cell)
+        peak = tl.maximum(top, tl.max(logits, axis=0), propagate_nan=tl.PropagateNan.ALL)
+        decay = tl.exp(top - peak)
+        share = tl.exp(logits - peak[None, :])
+        total = total * decay + tl.sum(share, axis=0)
+        entry = entry * decay + tl.sum(share * values, axis=0)
+        top = peak
+    return entry / total
+
+
+@triton.jit(do_not_specialize=["tokens", "table_stride"])
+def _compressor_fold_kernel(
+    state_ptr,
+    table_ptr,
+    token_req_ptr,
+    positions_ptr,
+    slots_ptr,
+    weight_ptr,
+    cos_sin_ptr,
+    result_ptr,
+    tokens,
+    table_stride,
+    block_stride,
+    result_stride,
+    eps,
+    ROWS: tl.constexpr,
+    RESULT_ROWS: tl.constexpr,
+    RATIO: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    FAKE_QUANT: tl.constexpr,
+):
+    """Entries go to row `slot` of pages of RESULT_ROWS rows, or, when that is 0, to row `token` of a dense result."""
+    GROUPS: tl.constexpr = DIM // 64
+    dtype = result_ptr.dtype.element_ty
+    lane = tl.arange(0, HALF)[None, :]
+    weight = tl.load(weight_ptr + tl.arange(0, DIM)).to(tl.float32)
+    share = tl.cdiv(tokens, tl.num_programs(0))
+    begin = tl.program_id(0) * share
+    for token in range(begin, tl.minimum(begin + share, tokens)):
+        slot = tl.load(slots_ptr + token)
+        if slot >= 0:
+            position = tl.load(positions_ptr + token)
+            table = table_ptr + tl.load(token_req_ptr + token).to(tl.int64) * table_stride
+            entry = _fold_window(state_ptr, table, position, block_stride, ROWS, RATIO, OVERLAP, DIM, CHUNK)
+            entry = entry.to(dtype).to(tl.float32)
+            scale = tl.rsqrt(tl.sum(entry * entry, axis=0) * (1.0 / DIM) + eps)
+            groups = tl.reshape((entry * scale * weight).to(dtype).to(tl.float32), (GROUPS, 64))
+            cos, sin = load_cos_sin(cos_sin_ptr, position + 1 - RATIO, False)
+            a = extract_slice(groups, (GROUPS - 1, 0), (1, HALF), (1, 1))
+            b = extract_slice(groups, (GROUPS - 1, HALF), (1, HALF), (1, 1))
+            a, b = rotate(a, b, cos[None, :], sin[None, :])
+            if FAKE_QUANT:
+                groups = fp8_sim64(groups)
+            plain = extract_slice(groups, (0, 0), (GROUPS - 1, 64), (1, 1))
+            if RESULT_ROWS > 0:
+                offset = (slot // RESULT_ROWS).to(tl.int64) * result_stride + (slot % RESULT_ROWS) * DIM
+            else:
+                offset = tl.cast(token, tl.int64) * DIM
+            target = result_ptr + offset
+            cell = tl.arange(0, GROUPS - 1)[:, None] * 64 + tl.arange(0, 64)[None, :]
+            tl.store(target + cell, plain.to(dtype))
+            tl.store(target + (DIM - 64) + lane, a.to(dtype))
+            tl.store(target + (DIM - 32) + lane, b.to(dtype))
+
+
+def compressor_fold(
+    state: torch.Tensor,
+    state_table: torch.Tensor,
+    token_req: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    weight: torch.Tensor,
+    cos_sin: torch.Tensor,
+    *,
+    ratio: int,
+    eps: float,
+    cache: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    fake_quant: bool = False,
+) -> None:
+    """Write the entry of every window that closes in this step; tokens with `slots[t] < 0` write nothing.
+
+    state [blocks, rows, 2cd] fp32 (any block stride), state_table [B, M] int32, token_req, positions and slots [T]
+    int32, weight [d] and cos_sin [P, 64] fp32, c = 2 for ratio 4 and 1 for ratio 128. The result, bf16 or fp32, is
+    row slots[t] of `cache` [blocks, rows, d] (any block stride) or row t of `out` [T, d]: exactly one of them must be
+    given. d is 128 or 512. TypeError or ValueError names the argument that does not fit.
+    """
+    result = cache if out is None else out
+    if result is None or (cache is not None and out is not None):
+        raise ValueError(
+            f"{OP}: exactly one of cache and out must be given, got {'neither' if result is None else 'both'}"
+        )
+    if ratio not in RATIOS:
+        raise ValueError(f"{OP}: ratio must be one of {RATIOS}, got {ratio}")
+    dim = result.shape[-1]
+    if dim not in DIMS:
+        raise ValueError(f"{OP}: the result must have one of {DIMS} features, got {dim}")
+    overlap = 2 if ratio == 4 else 1
+    tokens, device = positions.shape[0], state.device
+    check_tensor(OP, "state", state, (None, None, 2 * overlap * dim), torch.float32, layout="page")
+    check_tensor(OP, "state_table", state_table, (None, None), torch.int32, device=device, layout="rows")
+    for name, vector in (("token_req", token_req), ("positions", positions), ("slots", slots)):
+        check_tensor(OP, name, vector, (tokens,), torch.int32, device=device)
+    check_tensor(OP, "weight", weight, (dim,), FLOATS, device=device)
+    check_tensor(OP, "cos_sin", cos_sin, (None, 64), torch.float32, device=device)
+    if cache is not None:
+        check_tensor(OP, "cache", cache, (None, None, dim), FLOATS, device=device, layout="page")
+    else:
+        check_tensor(OP, "out", result, (tokens, dim), FLOATS, device=device)
+    if tokens == 0:
+        return
+    rows = state.shape[1]
+    grid = (min(tokens, family_of(device.type).vector_cores),)
+    _compressor_fold_kernel[grid](
+        state,
+        state_table,
+        token_req,
+        positions,
+        slots,
+        weight,
+        cos_sin,
+        result,
+        tokens,
+        state_table.stride(0),
+        state.stride(0),
+        result.stride(0),
+        eps,
+        ROWS=rows,
+        RESULT_ROWS=0 if cache is None else cache.shape[1],
+        RATIO=ratio,
+        OVERLAP=overlap,
+        DIM=dim,
+        CHUNK=math.gcd(rows, ratio, MAX_CHUNK_ROWS),
+        FAKE_QUANT=fake_quant,
+    )

@@ -1,0 +1,170 @@
+"""Lightning indexer scores: a relu of dot products with every visible key, weighted over the heads.
+
+    score[t, s] = key_scale[s] * sum_h weights[t, h] * q_scale[t, h] * relu(<q[t, h], key[s]>)   for s < n_vis[t]
+    score[t, s] = -inf                                                                           otherwise
+
+q [T, HI, 128] and key_cache [blocks, rows, 128] share a dtype: int8 (fp16 scales; int32 dot products, the relu is an
+integer maximum), float8_e4m3fn (fp32 scales), bf16 or fp32 (no scales). weights [T, HI] fp32 carry every constant
+factor. Entry s is row s % rows of block table[req, s // rows]. Scores are fp32; nothing is rounded before the sum.
+
+A tile is BLOCK rows of one page: K [BLOCK, 128] times q^T [128, HI], so that the sum over heads is along the last
+axis. Pages from n_vis on are not read; rows from n_vis on inside the last page are computed and replaced. Grid: one
+program per cube core at most, persistent over (token, group of GROUP tiles). L0C bytes: BLOCK * HI * 4. UB bytes:
+about BLOCK * HI * 8. Families: all (e4m3 where the matrix unit has it: A5, host). Source: model.md 5.1, 5.3.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4_triton.device import family_of
+from dsv4_triton.kernels._checks import check_tensor, output
+from dsv4_triton.kernels._index_quant import FORMATS, SCALE_DTYPES
+
+OP = "indexer_score"
+DIM = 128
+MAX_TILE_ROWS = 128
+TILES_PER_GROUP = 8
+
+
+@triton.jit(do_not_specialize=["items", "groups", "max_entries", "table_stride"])
+def _indexer_score_kernel(
+    q_ptr,
+    q_scale_ptr,
+    weights_ptr,
+    keys_ptr,
+    key_scale_ptr,
+    table_ptr,
+    token_req_ptr,
+    n_vis_ptr,
+    out_ptr,
+    items,
+    groups,
+    max_entries,
+    table_stride,
+    key_stride,
+    scale_stride,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """Item i is group `i % groups` of token `i // groups`; tile j covers entries j * BLOCK on."""
+    head = tl.arange(0, H)
+    row = tl.arange(0, BLOCK)
+    feature = tl.arange(0, D)
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        token = item // groups
+        begin = (item % groups) * GROUP
+        end = tl.minimum(begin + GROUP, tl.cdiv(max_entries, BLOCK))
+        visible = tl.minimum(tl.load(n_vis_ptr + token), max_entries)
+        live_end = tl.maximum(begin, tl.minimum(end, tl.cdiv(visible, BLOCK)))
+        target = out_ptr + tl.cast(token, tl.int64) * max_entries
+        if live_end > begin:
+            table = table_ptr + tl.load(token_req_ptr + token).to(tl.int64) * table_stride
+            source = q_ptr + tl.cast(token, tl.int64) * (H * D)
+            q = tl.trans(tl.load(source + head[:, None] * D + feature[None, :]))
+            weight = tl.load(weights_ptr + token * H + head)
+            if SCALED:
+                weight = weight * tl.load(q_scale_ptr + token * H + head).to(tl.float32)
+            for tile in range(begin, live_end):
+                entry = tile * BLOCK
+                block = tl.maximum(tl.load(table + entry // ROWS), 0).to(tl.int64)
+                first = entry % ROWS
+                keys = tl.load(keys_ptr + block * key_stride + first * D + row[:, None] * D + feature[None, :])
+                score = tl.sum(_relu(tl.dot(keys, q)) * weight[None, :], axis=1)
+                if SCALED:
+                    score = score * tl.load(key_scale_ptr + block * scale_stride + first + row).to(tl.float32)
+                score = tl.where(row < visible - entry, score, float("-inf"))
+                tl.store(target + entry + row, score, mask=row < max_entries - entry)
+        for tile in range(live_end, end):
+            entry = tile * BLOCK
+            hidden = tl.full((BLOCK,), float("-inf"), tl.float32)
+            tl.store(target + entry + row, hidden, mask=row < max_entries - entry)
+
+
+@triton.jit
+def _relu(x):
+    """max(x, 0) as fp32; integers are clipped before the cast, which is one instruction less per score."""
+    if x.dtype == tl.int32:
+        return tl.maximum(x, 0).to(tl.float32)
+    else:
+        return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+def indexer_score(
+    q: torch.Tensor,
+    q_scale: torch.Tensor | None,
+    weights: torch.Tensor,
+    key_cache: torch.Tensor,
+    scale_cache: torch.Tensor | None,
+    block_table: torch.Tensor,
+    token_req: torch.Tensor,
+    n_vis: torch.Tensor,
+    *,
+    max_entries: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Scores [T, max_entries] fp32 of the entries 0..n_vis[t]-1 of each token's request; -inf from n_vis[t] on.
+
+    q [T, HI, 128] and key_cache [blocks, rows, 128] (any block stride) are both int8, float8_e4m3fn, bf16 or fp32;
+    int8 and e4m3 need q_scale [T, HI] and scale_cache [blocks, rows] (fp16 and fp32), the others take None.
+    weights [T, HI] fp32; block_table [B, M] int32; token_req and n_vis [T] int32 (0 visible entries for padding).
+    The rows of a block must be a power of two, or a multiple of 128. TypeError or ValueError names the argument.
+    """
+    check_tensor(OP, "q", q, (None, None, DIM), tuple(FORMATS))
+    tokens, heads, _ = q.shape
+    device = q.device
+    check_tensor(OP, "weights", weights, (tokens, heads), torch.float32, device=device)
+    check_tensor(OP, "key_cache", key_cache, (None, None, DIM), q.dtype, device=device, layout="page")
+    check_tensor(OP, "block_table", block_table, (None, None), torch.int32, device=device, layout="rows")
+    for name, vector in (("token_req", token_req), ("n_vis", n_vis)):
+        check_tensor(OP, name, vector, (tokens,), torch.int32, device=device)
+    blocks, rows, _ = key_cache.shape
+    scaled = q.dtype in SCALE_DTYPES
+    for name, scale in (("q_scale", q_scale), ("scale_cache", scale_cache)):
+        if (scale is not None) != scaled:
+            raise ValueError(f"{OP}: {name} is {'missing' if scaled else 'given'} for q of dtype {q.dtype}")
+    if q_scale is not None and scale_cache is not None:
+        dtype = SCALE_DTYPES[q.dtype]
+        check_tensor(OP, "q_scale", q_scale, (tokens, heads), dtype, device=device)
+        check_tensor(OP, "scale_cache", scale_cache, (blocks, rows), dtype, device=device, layout="page")
+    tile = min(rows, MAX_TILE_ROWS)
+    if rows % tile or tile & (tile - 1):
+        raise ValueError(f"{OP}: key_cache has {rows} rows in a block, expected a power of two or a multiple of 128")
+    capacity = block_table.shape[1] * rows
+    if max_entries > capacity:
+        raise ValueError(f"{OP}: max_entries is {max_entries}, the block table holds at most {capacity}")
+    out = output(OP, "out", out, (tokens, max_entries), torch.float32, device)
+    if out.numel() == 0:
+        return out
+    groups = triton.cdiv(max_entries, tile * TILES_PER_GROUP)
+    items = tokens * groups
+    key_scales = key_cache if scale_cache is None else scale_cache
+    grid = (min(items, family_of(device.type).cube_cores),)
+    _indexer_score_kernel[grid](
+        q,
+        weights if q_scale is None else q_scale,
+        weights,
+        key_cache,
+        key_scales,
+        block_table,
+        token_req,
+        n_vis,
+        out,
+        items,
+        groups,
+        max_entries,
+        block_table.stride(0),
+        key_cache.stride(0),
+        key_scales.stride(0),
+        H=heads,
+        D=DIM,
+        ROWS=rows,
+        BLOCK=tile,
+        GROUP=TILES_PER_GROUP,
+        SCALED=scaled,
+    )
+    return out
