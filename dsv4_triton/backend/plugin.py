@@ -1,12 +1,60 @@
-"""Entry points of vLLM's plugin groups."""
+"""Entry points of vLLM's plugin groups.
+
+Both run in every vLLM process, spawned children included, and may run more than once. They import neither torch_npu nor
+a kernel, and touch no device.
+"""
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
+
+ARCHITECTURE = "DeepseekV4ForCausalLM"
+MODEL_CLASS = "dsv4_triton.model.causal_lm:TritonDeepseekV4ForCausalLM"
+BACKEND_CLASS = "dsv4_triton.backend.attention_backend.TritonDsaBackend"
+HOST_PLATFORM_CLASS = "dsv4_triton.backend.platform_cpu.HostPlatform"
+
+_PLATFORM_GROUP = "vllm.platform_plugins"
+_probing_platforms = False
+
 
 def register() -> None:
-    """Register the model, the attention backend and the custom ops; called in every vLLM process."""
+    """Register the model class and the attention backend `CUSTOM` with vLLM."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from dsv4_triton.backend.compat import pin_model
+
+    pin_model(ARCHITECTURE, MODEL_CLASS)
+    register_backend(AttentionBackendEnum.CUSTOM, BACKEND_CLASS)
 
 
 def platform() -> str | None:
-    """The platform class to use, or None to stand aside."""
-    return None
+    """The development platform's class on a CPU build of vLLM; None where another plugin serves the machine."""
+    global _probing_platforms
+    if _probing_platforms:
+        return None
+    _probing_platforms = True
+    try:
+        if _other_platform_active():
+            return None
+        from vllm.platforms import cpu_platform_plugin
+
+        return HOST_PLATFORM_CLASS if cpu_platform_plugin() is not None else None
+    finally:
+        _probing_platforms = False
+
+
+def _other_platform_active() -> bool:
+    """Whether a platform plugin of another package (vllm-ascend on an NPU machine) claims this machine."""
+    from vllm import envs
+
+    for entry in entry_points(group=_PLATFORM_GROUP):
+        if entry.value == f"{__name__}:platform":
+            continue
+        if envs.VLLM_PLUGINS is not None and entry.name not in envs.VLLM_PLUGINS:
+            continue
+        try:
+            if entry.load()() is not None:
+                return True
+        except Exception:  # vLLM skips a plugin that fails to load, so it claims nothing
+            continue
+    return False

@@ -1,0 +1,57 @@
+"""The backend class vLLM asks for cache shapes and the metadata builder."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder, MultipleOf
+
+from dsv4_triton.backend.metadata import DsaMetadataBuilder
+
+
+class TritonDsaBackend(AttentionBackend):
+    """DeepSeek sparse attention in Triton; the forward pass is the custom op `dsa_forward`."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float32]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type:
+        raise NotImplementedError("DeepSeek-V4 attention layers call torch.ops.vllm.dsa_forward")
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+        return DsaMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
+        return [MultipleOf(1)]
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """[blocks, rows per block, width]; vLLM passes the rows of a page as `block_size`."""
+        return (num_blocks, block_size, head_size)
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        if include_num_layers_dimension:
+            raise NotImplementedError("the caches of DeepSeek-V4 layers differ in shape and cannot be stacked")
+        return (0, 1, 2)
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        return True
+
+    @classmethod
+    def is_sparse(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True

@@ -1,0 +1,88 @@
+"""The parts of vLLM's API that move between versions (verified with 0.27.1), each behind one function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def pin_model(architecture: str, model_class: str) -> None:
+    """Register `model_class` ("module:Class") and keep it, whichever plugin registers the architecture later.
+
+    vLLM calls general plugins in the order packages are discovered and the last registration wins; vllm-ascend
+    registers the same architectures.
+    """
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    pinned = getattr(ModelRegistry, "_dsv4_triton_pinned", None)
+    if pinned is None:
+        pinned = {}
+        register = ModelRegistry.register_model
+
+        def register_unless_pinned(model_arch: str, model_cls: type[torch.nn.Module] | str) -> None:
+            register(model_arch, pinned.get(model_arch, model_cls))
+
+        ModelRegistry._dsv4_triton_pinned = pinned
+        ModelRegistry.register_model = register_unless_pinned
+    pinned[architecture] = model_class
+    ModelRegistry.register_model(architecture, model_class)
+
+
+def growing_cache_spec(*, block_size: int, ratio: int, width: int, dtype: torch.dtype) -> Any:
+    """Spec of a cache that keeps one row of `width` values per `ratio` tokens; `block_size` counts tokens."""
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    return MLAAttentionSpec(
+        block_size=block_size,
+        num_kv_heads=1,
+        head_size=width,
+        dtype=dtype,
+        compress_ratio=ratio,
+        model_version="deepseek_v4",
+    )
+
+
+def sliding_cache_spec(*, block_size: int, window: int, width: int, dtype: torch.dtype) -> Any:
+    """Spec of a cache that keeps one row of `width` values per token for the last `window` tokens."""
+    from vllm.v1.kv_cache_interface import SlidingWindowMLASpec
+
+    return SlidingWindowMLASpec(
+        block_size=block_size,
+        num_kv_heads=1,
+        head_size=width,
+        dtype=dtype,
+        sliding_window=window,
+        model_version="deepseek_v4",
+    )
+
+
+def register_op(name: str, op: Callable[..., None], fake: Callable[..., None], mutates: list[str]) -> None:
+    """Make `torch.ops.vllm.<name>` for the current platform's device."""
+    from vllm.utils.torch_utils import direct_register_custom_op
+
+    direct_register_custom_op(op_name=name, op_func=op, mutates_args=mutates, fake_impl=fake)
+
+
+def split_graph_at(op: str) -> None:
+    """Let vLLM cut compiled graphs at the attention op `op` ("vllm::name"), as it does at its own attention ops."""
+    from vllm.config import CompilationConfig
+
+    if op not in CompilationConfig._attention_ops:
+        CompilationConfig._attention_ops.append(op)
+
+
+def attention_metadata() -> dict[str, Any] | None:
+    """The step's metadata per cache prefix; None in a profiling run, where no cache exists."""
+    from vllm.forward_context import get_forward_context
+
+    metadata = get_forward_context().attn_metadata
+    return metadata if isinstance(metadata, dict) and metadata else None
+
+
+def layer_of(name: str) -> Any:
+    """The module registered under `name` in the forward context."""
+    from vllm.forward_context import get_forward_context
+
+    return get_forward_context().no_compile_layers[name]

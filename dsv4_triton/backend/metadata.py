@@ -1,0 +1,113 @@
+"""What every attention layer needs to know of a step, computed once per step on the device.
+
+The step-wide part (`StepLayout`) depends on the ragged batch alone; the part per cache (`CacheMetadata`) adds a block
+table and slots. Builders of all groups share one `StepPlanner`, so each tensor is computed once, whichever groups and
+layers use it, and stands at the same address in every step. Nothing is copied from the device to the host: the only
+host number is vLLM's own upper bound of the sequence length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
+
+from dsv4_triton.backend.ops import step_layout, token_slots
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """One step's tokens; all tensors [num_tokens] int32, with -1, -1, 0, 0 in padding rows.
+
+    `max_seq_len` is an upper bound of the longest sequence after the step.
+    """
+
+    num_tokens: int
+    max_seq_len: int
+    positions: torch.Tensor
+    token_req: torch.Tensor
+    n_vis4: torch.Tensor
+    n_vis128: torch.Tensor
+
+    def visible(self, ratio: int) -> torch.Tensor:
+        """Compressed entries each token sees."""
+        return self.n_vis4 if ratio == 4 else self.n_vis128
+
+
+@dataclass(frozen=True)
+class CacheMetadata:
+    """A step as one cache sees it: block table [B, M] int32 and the slot each token writes, -1 for none."""
+
+    step: StepLayout
+    block_table: torch.Tensor
+    slots: torch.Tensor
+
+
+class StepPlanner:
+    """Buffers of the step-wide tensors and of the slots, and the memory of which are already computed."""
+
+    def __init__(self, max_tokens: int, device: torch.device) -> None:
+        self._max_tokens = max_tokens
+        self._device = device
+        self._fields = torch.full((4, max_tokens), -1, dtype=torch.int32, device=device)
+        self._slots: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._planned: set[tuple[int, int, int]] = set()
+        self._step: StepLayout | None = None
+        self._source: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def plan(self, common: CommonAttentionMetadata, rows_per_block: int, ratio: int, *, again: bool) -> CacheMetadata:
+        """Metadata of one cache; `again` recomputes the step-wide part although the batch looks like the last one."""
+        step = self._layout(common, again)
+        table = common.block_table_tensor
+        key = (table.data_ptr(), rows_per_block, ratio)
+        if key not in self._slots:
+            self._slots[key] = torch.empty(self._max_tokens, dtype=torch.int32, device=self._device)
+        slots = self._slots[key][: step.num_tokens]
+        if key not in self._planned:
+            token_slots(step.positions, step.token_req, table, rows_per_block=rows_per_block, ratio=ratio, out=slots)
+            self._planned.add(key)
+        return CacheMetadata(step, table, slots)
+
+    def _layout(self, common: CommonAttentionMetadata, again: bool) -> StepLayout:
+        """The step-wide tensors. A step is recognised by its batch tensors: vLLM makes new views of them every step
+        and hands the same objects to all groups, and holding them here keeps their identities from being reused."""
+        source = (common.query_start_loc, common.seq_lens)
+        same = self._source is not None and all(new is old for new, old in zip(source, self._source, strict=True))
+        if self._step is None or again or not same or self._step.num_tokens != common.num_actual_tokens:
+            count = common.num_actual_tokens
+            positions, token_req, n_vis4, n_vis128 = self._fields[:, :count]
+            step_layout(
+                common.query_start_loc,
+                common.seq_lens,
+                count,
+                positions=positions,
+                token_req=token_req,
+                n_vis4=n_vis4,
+                n_vis128=n_vis128,
+            )
+            self._step = StepLayout(count, common.max_seq_len, positions, token_req, n_vis4, n_vis128)
+            self._source = source
+            self._planned.clear()
+        return self._step
+
+
+class DsaMetadataBuilder(AttentionMetadataBuilder[CacheMetadata]):
+    """vLLM's builder of one cache group."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        cache = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+        self._planner: StepPlanner = cache.planner
+        self._rows_per_block: int = cache.rows_per_block
+        self._ratio: int = cache.ratio
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> CacheMetadata:
+        return self._planner.plan(common_attn_metadata, self._rows_per_block, self._ratio, again=False)
+
+    def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> CacheMetadata:
+        """Drafting changes the batch tensors in place between its steps."""
+        return self._planner.plan(common_attn_metadata, self._rows_per_block, self._ratio, again=True)

@@ -1,0 +1,36 @@
+"""`torch.ops.vllm.dsa_forward(hidden, output, layer_name)`: a layer's whole attention as one node of a graph."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from dsv4_triton.backend.compat import attention_metadata, layer_of, register_op
+
+OP_NAME = "dsa_forward"
+
+
+def dsa_forward(hidden: torch.Tensor, output: torch.Tensor, layer_name: str) -> None:
+    """Attention of `hidden` [T, D] into `output` [T, D], projections included.
+
+    A profiling run has no metadata: the output is zero and no cache is touched.
+    """
+    metadata = attention_metadata()
+    if metadata is None:
+        output.zero_()
+        return
+    # The forward pass needs vLLM's layers, which a process that only looks the op up does not.
+    from dsv4_triton.backend.attention import attend
+
+    attend(layer_of(layer_name), hidden, output, metadata)
+
+
+def dsa_forward_fake(hidden: torch.Tensor, output: torch.Tensor, layer_name: str) -> None:
+    """Shape propagation: the result is `output`, whose shape the caller chose."""
+
+
+@cache
+def register_ops() -> None:
+    """Define the op in this process, once."""
+    register_op(OP_NAME, dsa_forward, dsa_forward_fake, mutates=["output"])

@@ -1,0 +1,221 @@
+"""Attention modules: projections, norms, caches and the call of the custom op.
+
+Projections are vLLM's linear layers. Tensor parallelism shards query heads and output groups; the key-value path, the
+compressor and the indexer are replicated.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+
+from dsv4_triton.backend.caches import LayerCaches
+from dsv4_triton.backend.geometry import overlap
+from dsv4_triton.backend.metadata import StepPlanner
+from dsv4_triton.backend.op import register_ops
+from dsv4_triton.backend.ops import sylvester
+from dsv4_triton.config import HEAD_DIM, INDEX_DIM, Choices, ModelSettings
+from dsv4_triton.model.loader import Slot, Store, copy_into, into_layer, prefixed
+from dsv4_triton.model.rope import RopeTables, half_layout, half_order
+
+
+def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    """An uninitialised parameter that is not trained."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
+def permuted(store: Store, dim: int, axis: int = 0) -> Store:
+    """`store` behind the permutation of heads of `dim` features along `axis` to half layout."""
+    return lambda tensor: store(half_layout(tensor, dim, axis))
+
+
+class Compressor(nn.Module):
+    """Per-token rows [u | g] of a compressor with entries of `dim` features; weights and product are fp32."""
+
+    def __init__(self, hidden: int, dim: int, ratio: int, dtype: torch.dtype, prefix: str) -> None:
+        super().__init__()
+        self._dim = dim
+        self._matrix = (overlap(ratio) * dim, hidden)
+        self.rows = MergedColumnParallelLinear(
+            hidden,
+            [self._matrix[0]] * 2,
+            bias=False,
+            params_dtype=torch.float32,
+            return_bias=False,
+            disable_tp=True,
+            prefix=f"{prefix}.rows",
+        )
+        self.ape = parameter(ratio, self._matrix[0], dtype=torch.float32)
+        self.norm = parameter(dim, dtype=dtype)
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.rows(hidden.float())
+
+    def slots(self) -> dict[str, Slot]:
+        return {
+            "wkv.weight": Slot(self._matrix, permuted(into_layer(self.rows, 0), self._dim)),
+            "wgate.weight": Slot(self._matrix, permuted(into_layer(self.rows, 1), self._dim)),
+            "ape": Slot(tuple(self.ape.shape), permuted(copy_into(self.ape), self._dim, axis=1)),
+            "norm.weight": Slot((self._dim,), permuted(copy_into(self.norm), self._dim)),
+        }
+
+
+class Indexer(nn.Module):
+    """The lightning indexer of a c4 layer."""
+
+    hadamard: torch.Tensor
+
+    def __init__(self, settings: ModelSettings, dtype: torch.dtype, prefix: str) -> None:
+        super().__init__()
+        self.heads = settings.index_heads
+        self.topk = settings.index_topk
+        self._factor = INDEX_DIM**-0.5 * self.heads**-0.5
+        self.wq_b = ReplicatedLinear(
+            settings.q_lora, self.heads * INDEX_DIM, bias=False, return_bias=False, prefix=f"{prefix}.wq_b"
+        )
+        self.weights_proj = ReplicatedLinear(
+            settings.hidden,
+            self.heads,
+            bias=False,
+            params_dtype=torch.float32,
+            return_bias=False,
+            prefix=f"{prefix}.weights_proj",
+        )
+        self.compressor = Compressor(settings.hidden, INDEX_DIM, 4, dtype, f"{prefix}.compressor")
+        # The rotation is defined on interleaved features; with its rows in half layout the result is the same.
+        self.register_buffer("hadamard", sylvester(INDEX_DIM, dtype=dtype)[half_order(INDEX_DIM)], persistent=False)
+
+    def queries(self, latent: torch.Tensor) -> torch.Tensor:
+        return self.wq_b(latent)
+
+    def head_weights(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.weights_proj(hidden.float())
+
+    def slots(self) -> dict[str, Slot]:
+        store_weights = into_layer(self.weights_proj)
+        return {
+            "wq_b.weight": Slot(
+                (self.heads * INDEX_DIM, self.wq_b.input_size), permuted(into_layer(self.wq_b), INDEX_DIM)
+            ),
+            "weights_proj.weight": Slot(
+                (self.heads, self.weights_proj.input_size), lambda tensor: store_weights(tensor.float() * self._factor)
+            ),
+            **prefixed("compressor", self.compressor.slots()),
+        }
+
+
+class Attention(nn.Module):
+    """One layer's attention; the forward pass is `torch.ops.vllm.dsa_forward`."""
+
+    cos_sin: torch.Tensor
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        settings: ModelSettings,
+        choices: Choices,
+        ratio: int,
+        planner: StepPlanner,
+        tables: RopeTables,
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        register_ops()
+        layers = vllm_config.compilation_config.static_forward_context
+        if prefix in layers:
+            raise ValueError(f"attention layer {prefix!r} is registered twice")
+        layers[prefix] = self
+        dtype = vllm_config.model_config.dtype
+        shards = get_tensor_model_parallel_world_size()
+        if settings.o_groups % shards:
+            raise ValueError(f"tensor parallel size {shards} does not divide o_groups {settings.o_groups}")
+        self.prefix = prefix
+        self.settings = settings
+        self.ratio = ratio
+        self.heads = settings.heads // shards
+        self.eps = settings.rms_eps
+        self.scale = HEAD_DIM**-0.5
+        self.fake_quant = choices.kv_fake_quant
+        self.caches = LayerCaches(vllm_config, prefix, ratio, dtype, choices.index_format, planner)
+
+        self.wq_a_wkv = MergedColumnParallelLinear(
+            settings.hidden,
+            [settings.q_lora, HEAD_DIM],
+            bias=False,
+            return_bias=False,
+            disable_tp=True,
+            prefix=f"{prefix}.wq_a_wkv",
+        )
+        # fp32 weight: the norm then rounds once, after the product with the weight.
+        self.q_norm = RMSNorm(settings.q_lora, eps=self.eps, dtype=torch.float32)
+        self.wq_b = ColumnParallelLinear(
+            settings.q_lora, settings.heads * HEAD_DIM, bias=False, return_bias=False, prefix=f"{prefix}.wq_b"
+        )
+        self.kv_norm = parameter(HEAD_DIM, dtype=dtype)
+        self.sink = parameter(self.heads, dtype=torch.float32)
+        group_width = settings.heads // settings.o_groups * HEAD_DIM
+        self.wo_a = parameter(settings.o_groups // shards, settings.o_lora, group_width, dtype=dtype)
+        self.wo_b = RowParallelLinear(
+            settings.o_groups * settings.o_lora,
+            settings.hidden,
+            bias=False,
+            return_bias=False,
+            prefix=f"{prefix}.wo_b",
+        )
+        self.compressor = Compressor(settings.hidden, HEAD_DIM, ratio, dtype, f"{prefix}.compressor") if ratio else None
+        self.indexer = Indexer(settings, dtype, f"{prefix}.indexer") if ratio == 4 else None
+        base, yarn = (settings.compress_rope_theta, settings.yarn) if ratio else (settings.rope_theta, None)
+        self.register_buffer("cos_sin", tables.table(base, yarn), persistent=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        output = torch.empty_like(hidden)
+        torch.ops.vllm.dsa_forward(hidden, output, self.prefix)
+        return output
+
+    def latents(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        latent, kv = self.wq_a_wkv(hidden).split((self.settings.q_lora, HEAD_DIM), dim=-1)
+        return self.q_norm(latent.contiguous()), kv.contiguous()
+
+    def queries(self, latent: torch.Tensor) -> torch.Tensor:
+        return self.wq_b(latent)
+
+    def project_out(self, z: torch.Tensor) -> torch.Tensor:
+        return self.wo_b(z)
+
+    def slots(self) -> dict[str, Slot]:
+        s = self.settings
+        group_width = self.wo_a.shape[2]
+        slots = {
+            "wq_a.weight": Slot((s.q_lora, s.hidden), into_layer(self.wq_a_wkv, 0)),
+            "q_norm.weight": Slot((s.q_lora,), copy_into(self.q_norm.weight)),
+            "wq_b.weight": Slot((s.heads * HEAD_DIM, s.q_lora), permuted(into_layer(self.wq_b), HEAD_DIM)),
+            "wkv.weight": Slot((HEAD_DIM, s.hidden), permuted(into_layer(self.wq_a_wkv, 1), HEAD_DIM)),
+            "kv_norm.weight": Slot((HEAD_DIM,), permuted(copy_into(self.kv_norm), HEAD_DIM)),
+            "attn_sink": Slot((s.heads,), _rank_rows(copy_into(self.sink), self.heads)),
+            "wo_a.weight": Slot((s.o_groups * s.o_lora, group_width), permuted(self._store_wo_a, HEAD_DIM, axis=1)),
+            "wo_b.weight": Slot((s.hidden, s.o_groups * s.o_lora), into_layer(self.wo_b)),
+        }
+        if self.compressor is not None:
+            slots |= prefixed("compressor", self.compressor.slots())
+        if self.indexer is not None:
+            slots |= prefixed("indexer", self.indexer.slots())
+        return slots
+
+    def _store_wo_a(self, tensor: torch.Tensor) -> None:
+        groups = tensor.view(self.settings.o_groups, *self.wo_a.shape[1:])
+        _rank_rows(copy_into(self.wo_a), self.wo_a.shape[0])(groups)
+
+
+def _rank_rows(store: Store, count: int) -> Store:
+    """`store` of this rank's `count` rows."""
+    start = get_tensor_model_parallel_rank() * count
+    return lambda tensor: store(tensor[start : start + count])

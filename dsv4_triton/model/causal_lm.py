@@ -1,0 +1,106 @@
+"""DeepSeek-V4 for vLLM: embedding, four streams, decoder layers, mHC head, logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.sequence import IntermediateTensors
+
+from dsv4_triton.backend.metadata import StepPlanner
+from dsv4_triton.backend.ops import hc_head
+from dsv4_triton.backend.serving import Serving
+from dsv4_triton.config import HC_MULT
+from dsv4_triton.model.layer import DecoderLayer, HcParameters
+from dsv4_triton.model.loader import Slot, into_layer, load_strict, prefixed
+from dsv4_triton.model.rope import RopeTables
+
+
+class DeepseekV4Model(nn.Module):
+    """Token ids -> hidden states after the mHC head and the last norm."""
+
+    def __init__(self, vllm_config: VllmConfig, serving: Serving, prefix: str) -> None:
+        super().__init__()
+        self.settings = settings = serving.model
+        model_config = vllm_config.model_config
+        planner = StepPlanner(
+            vllm_config.scheduler_config.max_num_batched_tokens, torch.device(vllm_config.device_config.device)
+        )
+        tables = RopeTables(model_config.max_model_len)
+        self.embed_tokens: nn.Module = VocabParallelEmbedding(
+            settings.vocab, settings.hidden, prefix=f"{prefix}.embed_tokens"
+        )
+        self.layers = nn.ModuleList(
+            DecoderLayer(vllm_config, settings, serving.choices, index, planner, tables, f"{prefix}.layers.{index}")
+            for index in range(settings.layers)
+        )
+        self.hc_head = HcParameters(settings.hidden, HC_MULT, 1, model_config.dtype)
+
+    def forward(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        streams = inputs_embeds[:, None].repeat(1, HC_MULT, 1)
+        for layer in self.layers:
+            streams = layer(streams, input_ids)
+        return hc_head(
+            streams,
+            self.hc_head.fn_parts,
+            self.hc_head.scale,
+            self.hc_head.base,
+            norm_eps=self.settings.rms_eps,
+            hc_eps=self.settings.hc_eps,
+            norm_weight=self.hc_head.norm,
+        )
+
+    def slots(self) -> dict[str, Slot]:
+        s = self.settings
+        slots = {
+            "embed.weight": Slot((s.vocab, s.hidden), into_layer(self.embed_tokens)),
+            **self.hc_head.slots("hc_head", "norm"),
+        }
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            slots |= prefixed(f"layers.{index}", layer.slots())
+        return slots
+
+
+class TritonDeepseekV4ForCausalLM(nn.Module):
+    """The model class vLLM loads for the architecture DeepseekV4ForCausalLM."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        serving = Serving.of(vllm_config)
+        self.settings = serving.model
+        self.model = DeepseekV4Model(vllm_config, serving, f"{prefix}.model" if prefix else "model")
+        # The head is held in fp32 and fed fp32: logits are products and sums in fp32, whatever the model's dtype.
+        self.lm_head = ParallelLMHead(
+            self.settings.vocab, self.settings.hidden, params_dtype=torch.float32, prefix="lm_head"
+        )
+        self.logits_processor = LogitsProcessor(self.settings.vocab)
+        self.logits_processor.head_dtype = torch.float32
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.model.embed_tokens(input_ids)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Hidden states [T, D]. Positions come from the attention metadata, which every layer shares."""
+        return self.model(input_ids, inputs_embeds)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        return self.logits_processor(self.lm_head, hidden_states.float())
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        slots = self.model.slots()
+        slots["head.weight"] = Slot((self.settings.vocab, self.settings.hidden), into_layer(self.lm_head))
+        load_strict(weights, slots)
+        return {name for name, _ in self.named_parameters()}
