@@ -43,7 +43,7 @@ class FrontendOptions:
     linearize: bool = False
 
 
-HOST_OPTIONS = FrontendOptions(fp8=True, named_ops=False, select_analysis=True)
+HOST_OPTIONS = FrontendOptions(fp8=True, named_ops=False)
 """The A5 front end, for its fp8 types, and the adapter without A5's own operations."""
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import llvmlite.binding as llvm
 
-from dsv4_triton.compiler import host_math
+from dsv4_triton.compiler import host_gemm, host_math
 from dsv4_triton.compiler.frontend import KernelCompileError
 
 ENTRY = "dsv4_run"
@@ -93,7 +93,7 @@ def add_entry(text: str, function: str, types: list[tuple[int, str]], symbol: st
     text = _MALLOC.sub(place, text)
     if "@malloc(i64 %" in text:
         raise KernelCompileError(f"kernel {function}: needs a temporary whose size is only known at run time")
-    buffers = [f"ptr noalias nocapture align {ALIGNMENT} %buffer{i}" for i in range(len(offsets))]
+    buffers = [f"ptr noalias align {ALIGNMENT} %buffer{i}" for i in range(len(offsets))]
     old = head[0]
     new = f"define internal void @{function}({', '.join([head[1], *buffers])}) noinline {{"
     text = text.replace(old, new).replace("declare ptr @malloc(i64)\n", "")
@@ -164,10 +164,36 @@ def target_machine() -> Any:
     return target.create_target_machine(cpu=name, features=features, opt=3, reloc="pic", codemodel="default")
 
 
+def vector_lanes() -> int:
+    """Floats per vector register of this CPU."""
+    features = cpu()[1].split(",")
+    return 16 if "+avx512f" in features else 8 if "+avx2" in features else 4
+
+
+def _link_runtime(text: str) -> str:
+    """Replace declarations of this package's runtime functions by their definitions."""
+    definitions = []
+
+    def define(match: re.Match[str]) -> str:
+        gemm = host_gemm.Gemm.of(match[1])
+        if gemm is None:
+            return match[0]
+        definitions.append(host_gemm.emit(gemm, vector_lanes()))
+        return ""
+
+    text = re.sub(r"^declare void @(dsv4\.gemm\.[\w.]+)\(.*\)$", define, text, flags=re.MULTILINE)
+    if definitions:
+        for width in (1, 2, 4, 8, 16):
+            kind = f"<{width} x float>"
+            definitions.append(f"declare {kind} @llvm.fma.v{width}f32({kind}, {kind}, {kind})\n")
+            definitions.append(f"declare float @llvm.vector.reduce.fadd.v{width}f32(float, {kind})\n")
+    return host_math.link(text + "\n" + "".join(definitions))
+
+
 def compile_ir(text: str, kernel_name: str) -> bytes:
     """Optimise LLVM IR (O3) and emit an object file."""
     machine = target_machine()
-    text = host_math.link(text)
+    text = _link_runtime(text)
     if path := os.environ.get("DSV4_TRITON_DUMP_DIR"):
         with open(os.path.join(path, f"{kernel_name}.ll"), "w") as file:
             file.write(text)

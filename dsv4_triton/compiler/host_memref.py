@@ -8,9 +8,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
-from dsv4_triton.compiler.mlir import Block, Builder, Module, Op, Shaped, rename
+from dsv4_triton.compiler.host_gemm import Gemm
+from dsv4_triton.compiler.mlir import Block, Builder, Module, Op, Shaped, declare_called
 
 PARALLEL = "#linalg.iterator_type<parallel>"
 ALIASING = {"memref.cast", "memref.subview", "memref.reinterpret_cast", "memref.expand_shape", "memref.collapse_shape"}
@@ -61,6 +63,7 @@ def rewrite(module: Module) -> Module:
         for region in function.regions:
             for block in region:
                 _rewrite_block(block, module, scope)
+    declare_called(module)
     return module
 
 
@@ -133,11 +136,65 @@ def _own_carried_buffers(op: Op, module: Module, scope: _Scope) -> list[Op]:
 
 
 def _matmul(builder: Builder, op: Op) -> None:
+    """A matrix product as a call of its kernel (host_gemm.py), or as loops where that has none."""
+    kinds = [shaped(t) for t in op.types]
+    m, n = kinds[2].shape[-2:]
+    transposed = op.name == "linalg.matmul_transpose_b"
+    gemm = Gemm(kinds[0].element, kinds[1].element, kinds[2].element, m, n, kinds[0].shape[-1], transposed)
+    if not gemm.supported:
+        _matmul_loops(builder, op, kinds, transposed)
+        return
+    for i, kind in enumerate(kinds):
+        if kind.layout and not re.search(r"strided<\[(?:.*, )?1\]", kind.layout):
+            if i == 2:
+                _matmul_loops(builder, op, kinds, transposed)
+                return
+            plain = str(kind.of())
+            dense = builder.alloc(plain)
+            builder.ops.append(copy_op(op.operands[i], op.types[i], dense, plain, builder.module))
+            op.operands[i], op.types[i] = dense, plain
+    scratch = [(builder.alloc(f"memref<{size}xf32>"), f"memref<{size}xf32>") for size in gemm.scratch]
+
+    def call(inner: Builder, operands: list[tuple[str, str]]) -> None:
+        # A symbol has one type, but strides differ from call to call: every operand gets the same dynamic layout.
+        general = []
+        for value, kind in operands:
+            parsed = shaped(kind)
+            loose = f"memref<{parsed.shape[0]}x{parsed.shape[1]}x{parsed.element}, strided<[?, ?], offset: ?>>"
+            general.append((value if kind == loose else inner.op("memref.cast", [(value, kind)], loose), loose))
+        inner.op("func.call", [*general, *scratch], None, {"callee": f"@{gemm.name}"})
+
+    if len(kinds[2].shape) == 2:
+        call(builder, list(zip(op.operands, op.types, strict=True)))
+        return
+
+    def batch(inner: Builder, i: list[str]) -> None:
+        call(inner, [_matrix(inner, v, t, i[0]) for v, t in zip(op.operands, op.types, strict=True)])
+
+    builder.loops([kinds[2].shape[0]], batch)
+
+
+def _matrix(builder: Builder, value: str, kind: str, index: str) -> tuple[str, str]:
+    """The matrix `value[index]` of a batch."""
+    parsed = shaped(kind)
+    _, rows, columns = parsed.shape
+    strides = re.search(r"strided<\[(.*?)\]", parsed.layout)
+    inner = strides[1].split(", ")[1:] if strides else [str(columns), "1"]
+    result = f"memref<{rows}x{columns}x{parsed.element}, strided<[{', '.join(inner)}], offset: ?>>"
+    props: dict[str, str | None] = {
+        "operandSegmentSizes": "array<i32: 1, 1, 0, 0>",
+        "static_offsets": "array<i64: -9223372036854775808, 0, 0>",
+        "static_sizes": f"array<i64: 1, {rows}, {columns}>",
+        "static_strides": "array<i64: 1, 1, 1>",
+    }
+    return builder.op("memref.subview", [(value, kind), (index, "index")], result, props), result
+
+
+def _matmul_loops(builder: Builder, op: Op, kinds: list[Shaped], transposed: bool) -> None:
     """A matrix product as loops over (row, k, column)."""
-    (a, b, c), kinds = op.operands, [shaped(t) for t in op.types]
+    a, b, c = op.operands
     batch = list(kinds[2].shape[:-2])
     m, n = kinds[2].shape[-2:]
-    k = kinds[0].shape[-1]
     result = kinds[2].element
 
     def widen(inner: Builder, value: str, element: str) -> str:
@@ -150,15 +207,13 @@ def _matmul(builder: Builder, op: Op) -> None:
         *lead, _, depth = i
 
         def columns(deep: Builder, j: str) -> None:
-            y = widen(deep, deep.load(b, op.types[1], [*lead, depth, j]), kinds[1].element)
+            place = [*lead, j, depth] if transposed else [*lead, depth, j]
+            y = widen(deep, deep.load(b, op.types[1], place), kinds[1].element)
             add, mul = ("addf", "mulf") if result[0] == "f" else ("addi", "muli")
-            at = i[:-1] + [j]
+            at = [*i[:-1], j]
             product = deep.binary(mul, x, y, result)
             deep.store(deep.binary(add, deep.load(c, op.types[2], at), product, result), c, op.types[2], at)
 
         inner.loop(inner.index(0), inner.index(n), inner.index(1), columns)
 
-    builder.loops([*batch, m, k], body)
-
-
-__all__ = ["copy_op", "identity_map", "rename", "rewrite", "shaped"]
+    builder.loops([*batch, m, kinds[0].shape[-1]], body)

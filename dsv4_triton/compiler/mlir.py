@@ -317,6 +317,22 @@ def rename(op: Op, mapping: dict[str, str]) -> None:
         nested.operands = [mapping.get(value, value) for value in nested.operands]
 
 
+def declare_called(module: Module) -> None:
+    """Declare the functions that are called (`func.call`) and not known yet."""
+    known = {(op.props["sym_name"] or "").strip('"') for op in module.functions}
+    for op in list(module.root.walk()):
+        name = (op.props.get("callee") or "")[1:] if op.name == "func.call" else ""
+        if name and name not in known:
+            known.add(name)
+            output = op.result_types[0] if len(op.result_types) == 1 else f"({', '.join(op.result_types)})"
+            props: dict[str, str | None] = {
+                "function_type": f"({', '.join(op.types)}) -> {output}",
+                "sym_name": f'"{name}"',
+                "sym_visibility": '"private"',
+            }
+            module.root.body.ops.insert(0, Op("func.func", props=props, regions=[[]]))
+
+
 def clone(ops: list[Op], mapping: dict[str, str], fresh: Callable[[], str]) -> list[Op]:
     """Copies of `ops` with fresh result names; `mapping` renames operands and receives the new results."""
     copies = []
