@@ -35,9 +35,11 @@ def sparse_attention(
     cmp_table: torch.Tensor | None = None,
     n_vis: torch.Tensor | None = None,
     indices: torch.Tensor | None = None,
+    max_n_vis: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention output [T, H, 512] in q's dtype; the arguments are those of `dsv4_triton.kernels.sparse_attention`."""
+    del max_n_vis  # the values of n_vis say it all
     result = torch.zeros_like(q) if out is None else out.zero_()
     compressed = cmp_cache is not None
     dense_rows = 0
