@@ -1,0 +1,199 @@
+"""Indexer top-k: which visible entries a query attends to.
+
+The k best of the first n_vis[t] scores of each row: higher score first, equal scores (-0.0 equals 0.0) by lower
+index. NaN is never selected; -inf is the lowest score. The result is the set in ascending order of index, then -1.
+
+scores [T, N] fp32 -> [T, k] int32. A level of the tree selects the k best of every tile of TILE entries; its results,
+in index order, are the entries of the next level, until one tile is left. That is exact: an entry among the k best of
+the row is among the k best of its tile.
+
+In a tile the k-th largest value is found by bisection over fp32 values in the order of their bits, at most 32 counts
+and stopping as soon as a count equals k. If the k-th value has equals beyond k, a bisection over the position finds
+where to cut them. The selected entries are then compacted by their rank. All comparisons are of fp32 values: integer
+comparisons are scalar code on A2 and A3.
+
+Grid: one program per vector core at most, persistent over (row, tile). UB bytes: about 6 * 4 * TILE. Families: all.
+Source: model.md 5.1 (tie rule, -1 padding).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4_triton.device import family_of
+from dsv4_triton.kernels._checks import check_tensor, output
+from dsv4_triton.kernels._lang import extract_slice
+
+OP = "indexer_topk"
+MAX_K = 2048
+MAX_TILE = 4096
+
+
+@triton.jit
+def _value_of_key(key):
+    """The fp32 value at place `key` (int32) in the order of all fp32 values, -NaN to NaN."""
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _count(selected):
+    """How many lanes are set, as fp32 (exact up to 2^24)."""
+    return tl.sum(tl.where(selected, 1.0, 0.0), axis=0)
+
+
+@triton.jit
+def _select(x, position, K: tl.constexpr, TILE: tl.constexpr):
+    """Which of the values `x [TILE]` are the K best; NaN is never one. `position` is 0..TILE-1 as fp32."""
+    NEGATIVE_INF: tl.constexpr = -2139095041
+    ABOVE_INF: tl.constexpr = 2139095041
+    low = NEGATIVE_INF
+    high = ABOVE_INF
+    at_low = _count(x == x)
+    at_high = 0.0
+    middle = 0
+    while (at_low > K) & (middle != low):
+        at_middle = _count(x >= _value_of_key(middle))
+        if at_middle >= K:
+            low = middle
+            at_low = at_middle
+        else:
+            high = middle
+            at_high = at_middle
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)
+    selected = x >= _value_of_key(low)
+    if at_low > K:
+        above = x >= _value_of_key(high)
+        before = 0
+        cut = TILE
+        while cut - before > 1:
+            middle = (before + cut) >> 1
+            if at_high + _count((x == _value_of_key(low)) & (position < middle.to(tl.float32))) >= K:
+                cut = middle
+            else:
+                before = middle
+        selected = above | (selected & (position < cut.to(tl.float32)))
+    return selected
+
+
+@triton.jit(do_not_specialize=["items", "tiles", "entries", "row_stride"])
+def _indexer_topk_kernel(
+    scores_ptr,
+    ids_ptr,
+    n_vis_ptr,
+    best_scores_ptr,
+    best_ids_ptr,
+    items,
+    tiles,
+    entries,
+    row_stride,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    BY_SORT: tl.constexpr,
+):
+    """Item i selects from tile `i % tiles` of row `i // tiles` and writes K results at row i of the outputs.
+
+    FIRST: entries are positions of the row, n_vis of them; otherwise `ids_ptr` names them, and absent ones score NaN.
+    LAST: only ids are written. WIDTH is K rounded up to a power of two.
+    """
+    position = tl.arange(0, TILE)
+    rank = tl.arange(0, WIDTH)
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        row = item // tiles
+        base = (item % tiles) * TILE
+        count = entries
+        if FIRST:
+            count = tl.minimum(tl.load(n_vis_ptr + row), entries)
+        count -= base
+        best = tl.cast(item, tl.int64) * K
+        if count > 0:
+            source = tl.cast(row, tl.int64) * row_stride + base
+            x = tl.load(scores_ptr + source + position, mask=position < count, other=float("nan"))
+            place = position.to(tl.float32)
+            selected = _select(x, place, K, TILE)
+            if BY_SORT:
+                order = tl.sort(tl.where(selected, TILE - place, 0.0), descending=True)
+                order = TILE - extract_slice(order, (0,), (WIDTH,), (1,))
+                present = order < TILE
+                order = tl.minimum(order, TILE - 1.0, propagate_nan=tl.PropagateNan.ALL).to(tl.int32)
+                chosen = order + base
+                if not FIRST:
+                    known = tl.load(ids_ptr + source + position, mask=position < count, other=-1)
+                    chosen = tl.gather(known.to(tl.float32, bitcast=True), order, 0).to(tl.int32, bitcast=True)
+                tl.store(best_ids_ptr + best + rank, tl.where(present, chosen, -1), mask=rank < K)
+                if not LAST:
+                    kept = tl.where(present, tl.gather(x, order, 0), float("nan"))
+                    tl.store(best_scores_ptr + best + rank, kept, mask=rank < K)
+            else:
+                order = tl.cumsum(selected.to(tl.int32), axis=0)
+                found = tl.max(order, axis=0)
+                chosen = position + base
+                if not FIRST:
+                    chosen = tl.load(ids_ptr + source + position, mask=position < count, other=-1)
+                tl.store(best_ids_ptr + best + order - 1, chosen, mask=selected)
+                tl.store(best_ids_ptr + best + rank, tl.full((WIDTH,), -1, tl.int32), mask=(rank >= found) & (rank < K))
+                if not LAST:
+                    absent = tl.full((WIDTH,), float("nan"), tl.float32)
+                    tl.store(best_scores_ptr + best + order - 1, x, mask=selected)
+                    tl.store(best_scores_ptr + best + rank, absent, mask=(rank >= found) & (rank < K))
+        else:
+            tl.store(best_ids_ptr + best + rank, tl.full((WIDTH,), -1, tl.int32), mask=rank < K)
+            if not LAST:
+                tl.store(best_scores_ptr + best + rank, tl.full((WIDTH,), float("nan"), tl.float32), mask=rank < K)
+
+
+def _tile(entries: int, width: int) -> int:
+    """Entries of a tile: the row if it fits, at least the width of the result."""
+    return max(width, min(MAX_TILE, triton.next_power_of_2(entries)))
+
+
+def indexer_topk(scores: torch.Tensor, n_vis: torch.Tensor, k: int, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Indices [T, k] int32 of the k best of the first `n_vis[t]` entries of scores [T, N] fp32 (rows of any stride).
+
+    Higher score first, equal scores by lower index, NaN never; the indices stand in ascending order, followed by -1.
+    k is 1 to 2048. Rows longer than 4,096 entries take scratch of 8 bytes per k entries of each tile.
+    TypeError or ValueError names the argument that does not fit.
+    """
+    check_tensor(OP, "scores", scores, (None, None), torch.float32, layout="rows")
+    tokens, entries = scores.shape
+    check_tensor(OP, "n_vis", n_vis, (tokens,), torch.int32, device=scores.device)
+    if not 1 <= k <= MAX_K:
+        raise ValueError(f"{OP}: k must be between 1 and {MAX_K}, got {k}")
+    out = output(OP, "out", out, (tokens, k), torch.int32, scores.device)
+    if tokens == 0:
+        return out
+    if entries == 0:
+        return out.fill_(-1)
+    family = family_of(scores.device.type)
+    width = triton.next_power_of_2(k)
+    ids = out
+    first = True
+    while True:
+        tile = _tile(entries, width)
+        tiles = triton.cdiv(entries, tile)
+        last = tiles == 1
+        best_ids = out if last else torch.empty(tokens, tiles * k, dtype=torch.int32, device=scores.device)
+        best_scores = scores if last else torch.empty(tokens, tiles * k, dtype=torch.float32, device=scores.device)
+        items = tokens * tiles
+        _indexer_topk_kernel[(min(items, family.vector_cores),)](
+            scores,
+            ids,
+            n_vis,
+            best_scores,
+            best_ids,
+            items,
+            tiles,
+            entries,
+            scores.stride(0),
+            K=k,
+            WIDTH=width,
+            TILE=tile,
+            FIRST=first,
+            LAST=last,
+            BY_SORT=family.vector_sort,
+        )
+        if last:
+            return out
+        scores, ids, entries, first = best_scores, best_ids, tiles * k, False
