@@ -25,10 +25,13 @@ RUN = 8
 
 @triton.jit
 def _load_rows(ptr, ROWS: tl.constexpr, STRIDE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """`[ROWS, COLUMNS]` fp32 of rows STRIDE apart, zero from column WIDTH on. One row is a plain vector."""
+    """fp32 `[ROWS, COLUMNS]` of rows STRIDE apart, zero from column WIDTH on; one row is a plain `[COLUMNS]` vector.
+
+    Axes of size 1 are avoided here and below: the A5 compiler rejects masked copies of them.
+    """
     column = tl.arange(0, COLUMNS)
     if ROWS == 1:
-        return tl.load(ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+        return tl.load(ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     else:
         row = tl.arange(0, ROWS)[:, None] * STRIDE
         return tl.load(ptr + row + column[None, :], mask=column[None, :] < WIDTH, other=0.0).to(tl.float32)
@@ -38,10 +41,26 @@ def _load_rows(ptr, ROWS: tl.constexpr, STRIDE: tl.constexpr, WIDTH: tl.constexp
 def _store_rows(ptr, x, ROWS: tl.constexpr, STRIDE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
     column = tl.arange(0, COLUMNS)
     if ROWS == 1:
-        tl.store(ptr + column, tl.reshape(x, (COLUMNS,)), mask=column < WIDTH)
+        tl.store(ptr + column, x, mask=column < WIDTH)
     else:
         row = tl.arange(0, ROWS)[:, None] * STRIDE
         tl.store(ptr + row + column[None, :], x, mask=column[None, :] < WIDTH)
+
+
+@triton.jit
+def _sum_of_squares(x, ROWS: tl.constexpr):
+    if ROWS == 1:
+        return tl.sum(x * x, axis=0)
+    else:
+        return tl.sum(x * x, axis=1)[:, None]
+
+
+@triton.jit
+def _times_weight(x, weight, ROWS: tl.constexpr):
+    if ROWS == 1:
+        return x * weight
+    else:
+        return x * weight[None, :]
 
 
 @triton.jit
@@ -60,15 +79,15 @@ def _insert_rows(
     cos = _load_rows(angle, ROWS, 2 * HALF, HALF, HALF)
     sin = _load_rows(angle + HALF, ROWS, 2 * HALF, HALF, HALF)
 
-    total = tl.sum(x * x, axis=1) + tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
-    scale = tl.rsqrt(total * (1.0 / D) + eps)[:, None]
-    x = (x * scale * weight[None, :]).to(dtype)
-    a = (a * scale * weight_a[None, :]).to(dtype).to(tl.float32)
-    b = (b * scale * weight_b[None, :]).to(dtype).to(tl.float32)
+    total = _sum_of_squares(x, ROWS) + _sum_of_squares(a, ROWS) + _sum_of_squares(b, ROWS)
+    scale = tl.rsqrt(total * (1.0 / D) + eps)
+    x = _times_weight(x * scale, weight, ROWS).to(dtype)
+    a = _times_weight(a * scale, weight_a, ROWS).to(dtype).to(tl.float32)
+    b = _times_weight(b * scale, weight_b, ROWS).to(dtype).to(tl.float32)
     a, b = rotate(a, b, cos, sin)
     if FAKE_QUANT:
         blocks = tl.reshape(x.to(tl.float32), (ROWS * D // 64, 64))
-        x = tl.reshape(fp8_sim64(blocks), (ROWS, D)).to(dtype)
+        x = tl.reshape(fp8_sim64(blocks), x.shape).to(dtype)
     row = cache_ptr + target
     _store_rows(row, x, ROWS, D, PLAIN, D)
     _store_rows(row + PLAIN, a.to(dtype), ROWS, D, HALF, HALF)

@@ -1,0 +1,110 @@
+"""fp8 simulation: the reference against exact arithmetic, and the device helpers bit for bit against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from dsv4_triton.kernels._fake_quant import fp8_sim64, round_to_e4m3
+from dsv4_triton.reference import fake_quant
+from tests.numeric import assert_equal, poisoned
+
+SUBNORMAL_STEP = 2.0**-9
+
+
+@triton.jit
+def _round_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    for start in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + index, mask=index < n, other=0.0)
+        tl.store(y_ptr + index, round_to_e4m3(x), mask=index < n)
+
+
+@triton.jit
+def _sim_kernel(x_ptr, y_ptr, n, ROWS: tl.constexpr):
+    for start in range(tl.program_id(0) * ROWS, n, tl.num_programs(0) * ROWS):
+        row = start + tl.arange(0, ROWS)[:, None]
+        index = row * 64 + tl.arange(0, 64)[None, :]
+        x = tl.load(x_ptr + index, mask=row < n, other=0.0).to(tl.float32)
+        tl.store(y_ptr + index, fp8_sim64(x).to(y_ptr.dtype.element_ty), mask=row < n)
+
+
+def e4m3_grid() -> torch.Tensor:
+    codes = torch.arange(0, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    return torch.cat((codes, -codes))
+
+
+def neighbourhood(points: torch.Tensor) -> torch.Tensor:
+    """Each point with the fp32 numbers just below and above it."""
+    inf = torch.tensor(float("inf"))
+    return torch.cat((points, torch.nextafter(points, inf), torch.nextafter(points, -inf)))
+
+
+def test_rounding_equals_the_fp8_cast_everywhere_it_could_differ():
+    grid = e4m3_grid().sort().values
+    midpoints = (grid[1:] + grid[:-1]) / 2
+    every_bf16 = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    x = torch.cat((neighbourhood(grid), neighbourhood(midpoints), every_bf16[every_bf16.abs() <= 448]))
+    x = x[x.abs() <= 448].contiguous()
+    y = poisoned(x.shape, torch.float32)
+    _round_kernel[(2,)](x, y, len(x), BLOCK=1024)
+    assert_equal(y + 0.0, x.to(torch.float8_e4m3fn).float() + 0.0)  # + 0.0: the sign of zero is not kept
+
+
+def hard_blocks() -> torch.Tensor:
+    """Rows of 64: powers of two around 448 scales, zeros, the floor, subnormals, every magnitude, ties."""
+    noise = torch.randn(200, 64)
+    magnitudes = noise * torch.logspace(-42, 36, 200)[:, None]
+    steps = 448 * 2.0 ** torch.arange(-30, 100)
+    edges = torch.zeros(3 * len(steps), 64)
+    edges[:, 0] = neighbourhood(steps)
+    edges[:, 1:9] = edges[:, :1] * torch.tensor([0.5, -1.0, 1 / 448, 2**-9 / 448, 17 / 448, 19 / 448, -25 / 448, 0.3])
+    floor = torch.full((3, 64), 1e-4) * torch.tensor([[0.5], [1.0], [1.0001]])
+    zeros = torch.zeros(1, 64)
+    tiny = torch.full((1, 64), 2.0**-149)
+    ties = torch.arange(64).float()[None, :] * SUBNORMAL_STEP / 2
+    ties[0, 63] = 448.0
+    return torch.cat((noise, magnitudes, edges, floor, zeros, -zeros, tiny, ties))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_simulation_is_bit_exact(dtype):
+    x = hard_blocks().to(dtype)
+    x = x[torch.isfinite(x).all(1)].contiguous()
+    y = poisoned(x.shape, dtype)
+    _sim_kernel[(2,)](x, y, len(x), ROWS=16)
+    assert_equal(y + 0.0, fake_quant.fp8sim64(x) + 0.0)
+
+
+def test_a_broken_value_does_not_become_finite():
+    x = torch.randn(3, 64)
+    x[0, 5], x[1, 6], x[2, 7] = float("nan"), float("inf"), float("-inf")
+    y = torch.zeros_like(x)
+    _sim_kernel[(1,)](x, y, 3, ROWS=16)
+    assert not torch.isfinite(torch.stack((y[0, 5], y[1, 6], y[2, 7]))).any()
+    assert torch.isnan(fake_quant.fp8sim64(x)).all()
+
+
+def test_exponent_is_the_ceiling_of_the_logarithm():
+    """The bit form against exact integers: the smallest e with amax <= 448 * 2^e, up to the one rounding of amax / 448."""
+    amax = torch.cat((neighbourhood(448 * 2.0 ** torch.arange(-22, 60)), torch.rand(2000) * 1e3 + 1e-4)).clamp_min(1e-4)
+    exponent = fake_quant.scale_exponent(amax)
+    quotient = (amax.double() * float(torch.tensor(1 / 448, dtype=torch.float32))).float().double()
+    assert (quotient <= 2.0 ** exponent.double()).all()
+    assert (quotient > 2.0 ** (exponent.double() - 1)).all()
+
+
+def test_relative_error_bound_and_bf16_exactness():
+    x = torch.randn(500, 448)
+    y = fake_quant.fp8sim64(x)
+    blocks, error = x.unflatten(1, (7, 64)), (y - x).unflatten(1, (7, 64)).abs()
+    step = fake_quant.power_of_two(fake_quant.quantise64(x)[1])[..., None] * SUBNORMAL_STEP
+    assert (error <= torch.maximum(blocks.abs() / 16, step / 2)).all()
+    assert_equal(y.to(torch.bfloat16).float(), y)
+
+
+def test_the_axis_must_be_a_multiple_of_64():
+    with pytest.raises(ValueError, match="blocks of 64"):
+        fake_quant.fp8sim64(torch.zeros(3, 100))
