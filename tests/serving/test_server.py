@@ -16,7 +16,27 @@ import pytest
 
 from dsv4_triton.demo.serve import NAME, Server
 
-WORDS = "the machine reads a short word and writes another one while time runs past every window of the model ".split()
+WORDS = [
+    "the",
+    "machine",
+    "reads",
+    "a",
+    "short",
+    "word",
+    "and",
+    "writes",
+    "another",
+    "one",
+    "while",
+    "time",
+    "runs",
+    "past",
+    "every",
+    "window",
+    "of",
+    "the",
+    "model",
+]
 
 
 def prompt(number: int, words: int) -> str:
