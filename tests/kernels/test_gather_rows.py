@@ -1,0 +1,49 @@
+"""gather_rows: rows bit by bit, masks, and nothing written beyond what a token needs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsv4_triton.kernels.gather_rows import gather_rows
+from dsv4_triton.reference.gather_rows import gather_rows as reference
+from tests.kernels.attention_cases import DIM, EDGES, MIXED, Case, build
+from tests.numeric import assert_equal, poisoned
+
+CASES = [
+    Case((EDGES,), compressed="selected", topk=32),
+    Case(MIXED, compressed="holes", topk=40, dtype=torch.bfloat16),
+    Case(MIXED, compressed="dense", ratio=4, gap=32),
+    Case((EDGES, (900,)), compressed="dense", ratio=16, cmp_page=2, dtype=torch.bfloat16),
+    Case((EDGES,), window=17, page=16),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_reference(case):
+    inputs = build(case)
+    first = -(-case.window // 32) * 32
+    width = {"selected": case.topk, "holes": case.topk, "none": 0}.get(case.compressed, 256)
+    columns = first + -(-width // 32) * 32
+    caches = inputs.window_cache, inputs.window_table, inputs.token_req, inputs.positions
+    arguments = dict(window=case.window, columns=columns, **inputs.compressed)
+    want, want_bias = reference(*caches, **arguments)
+    rows = poisoned((len(inputs.q), columns, DIM), case.dtype)
+    bias = poisoned((len(inputs.q), columns), torch.float32)
+    gather_rows(*caches, **arguments, rows=rows, bias=bias)
+    for t, position in enumerate(inputs.positions.tolist()):
+        live = columns
+        if case.compressed == "dense":
+            live = first + -(-case.visible(position) // 32) * 32
+        if position < 0:
+            live = first
+        assert_equal(rows[t, :live], want[t, :live], f"rows of token {t}")
+        assert ((bias[t, :live] == 0) == (want_bias[t, :live] == 0)).all()
+        assert (bias[t, :live][want_bias[t, :live] != 0] < -4e29).all()
+        assert torch.isnan(rows[t, live:]).all() and torch.isnan(bias[t, live:]).all()
+
+
+def test_columns_that_do_not_fit():
+    inputs = build(Case(((5,),)))
+    with pytest.raises(ValueError, match="columns is 96, expected a multiple of 32 of at least 128"):
+        gather_rows(*inputs.args()[1:3], inputs.token_req, inputs.positions, window=128, columns=96)

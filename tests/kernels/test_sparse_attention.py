@@ -1,0 +1,189 @@
+"""sparse_attention: both routes against the reference, the traps of the model's attention, and schedule independence."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from dsv4_triton.kernels.sparse_attention import sparse_attention
+from dsv4_triton.reference.sparse_attention import sparse_attention as reference
+from tests.kernels.attention_cases import DIM, EDGES, MIXED, SCALE, Case, build, paged
+from tests.numeric import assert_close, assert_equal, poisoned
+
+BF16 = torch.bfloat16
+TOLERANCE = {
+    # Sums of a few hundred fp32 terms in another order.
+    torch.float32: dict(rtol=1e-5, atol=1e-5),
+    # One unit in the last place of the result, and the rounding of P (2^-9 of a convex combination of rows of size 4).
+    BF16: dict(rtol=2**-7, atol=2**-9 * 4),
+}
+CASES = [
+    Case((EDGES,)),
+    Case((EDGES,), page=128, dtype=BF16),
+    Case((EDGES,), compressed="selected"),
+    Case((EDGES,), compressed="selected", dtype=BF16, gap=96),
+    Case((EDGES,), compressed="holes"),
+    Case((EDGES,), compressed="dense", gap=64),
+    Case((EDGES,), compressed="dense", ratio=128, cmp_page=2),
+    Case(MIXED, compressed="holes", heads=6, page=128),
+    Case(MIXED, compressed="dense", ratio=128, cmp_page=2, dtype=BF16, heads=10),
+    Case(MIXED, heads=10),
+    Case(((200,),), heads=64, compressed="selected", dtype=BF16),
+    Case(((200, 201),), heads=128, compressed="selected", dtype=BF16),
+    Case(MIXED, compressed="selected", sink=-1e4),
+    Case(MIXED, compressed="selected", sink=20.0),
+    Case(MIXED, compressed="selected", sink=-math.inf),
+    Case((EDGES,), window=17, compressed="selected", page=16),
+    Case(((2, 1),), compressed="selected"),
+    Case(((-1, -1, -1),), compressed="selected"),
+    Case(((-1, -1),), compressed="dense", ratio=128, cmp_page=2),
+    Case(((-1,),)),
+]
+
+
+def check(case: Case, **more) -> None:
+    inputs = build(case)
+    expected = reference(*inputs.args(), scale=SCALE, window=case.window, **inputs.compressed)
+    guarded = poisoned((len(inputs.q) + 1, case.heads, DIM), case.dtype)
+    got = sparse_attention(
+        *inputs.args(), scale=SCALE, window=case.window, **inputs.compressed, **more, out=guarded[:-1]
+    )
+    assert_close(got, expected, **TOLERANCE[case.dtype])
+    assert not got[inputs.positions < 0].any(), "a padding token must give a zero row"
+    assert_equal(guarded[-1:], poisoned((1, case.heads, DIM), case.dtype), "the row after the output")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_reference(case):
+    check(case)
+
+
+def test_no_tokens():
+    inputs = build(Case(((5,),), compressed="selected")).tokens(slice(0, 0))
+    assert sparse_attention(*inputs.args(), scale=SCALE, **inputs.compressed).shape == (0, 8, DIM)
+
+
+@pytest.mark.parametrize("case", [
+    Case(((2700, 30, 2559),), compressed="dense", ratio=4),
+    Case(((8400, 700),), compressed="dense", ratio=1, cmp_page=2, dtype=BF16),
+], ids=str)  # fmt: skip
+def test_dense_rows_beyond_one_chunk(case):
+    check(case)
+
+
+def test_bound_of_visible_rows_changes_nothing():
+    inputs = build(Case((EDGES,), compressed="dense", ratio=128, cmp_page=2))
+    wide = torch.nn.functional.pad(inputs.compressed["cmp_table"], (0, 400), value=-1)
+    compressed = {**inputs.compressed, "cmp_table": wide}
+    expected = sparse_attention(*inputs.args(), scale=SCALE, **inputs.compressed)
+    assert_close(sparse_attention(*inputs.args(), scale=SCALE, **compressed), expected, rtol=1e-6, atol=2e-6)
+    bounded = sparse_attention(*inputs.args(), scale=SCALE, **compressed, max_n_vis=2)
+    assert_close(bounded, expected, rtol=1e-6, atol=2e-6)
+
+
+def test_all_visible_rows_selected_equals_dense():
+    inputs = build(Case((EDGES,), compressed="dense", ratio=16))
+    dense = sparse_attention(*inputs.args(), scale=SCALE, **inputs.compressed)
+    indices = torch.arange(32, dtype=torch.int32).expand(len(inputs.q), -1)
+    n_vis = inputs.compressed.pop("n_vis")
+    indices = torch.where(indices < n_vis[:, None], indices, -1)
+    selected = sparse_attention(*inputs.args(), scale=SCALE, **inputs.compressed, indices=indices)
+    assert_close(selected, dense, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", [
+    Case((tuple(range(250, 270)), (3,), (128, 129)), compressed="selected"),
+    Case((tuple(range(250, 270)), (3,), (128, 129)), compressed="dense", ratio=128, cmp_page=2),
+    Case((tuple(range(250, 270)), (3,), (128, 129))),
+], ids=str)  # fmt: skip
+def test_a_token_does_not_depend_on_the_batch(case):
+    inputs = build(case)
+    together = sparse_attention(*inputs.args(), scale=SCALE, **inputs.compressed)
+    for chosen in ([7], list(range(3, 9)), torch.randperm(len(inputs.q)).tolist()):
+        part = inputs.tokens(chosen)
+        assert_equal(sparse_attention(*part.args(), scale=SCALE, **part.compressed), together[chosen], f"{chosen}")
+
+
+def one_key(cmp_rows: int, sink: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A request of one token whose only window row also is every compressed row; output, logits and row."""
+    row = torch.randn(1, DIM)
+    cache, table = paged([row], 64, torch.float32)
+    entries, entry_table = paged([row.expand(cmp_rows, -1)], 64, torch.float32)
+    q = torch.randn(1, 8, DIM)
+    got = sparse_attention(
+        q, cache, table, torch.full((8,), sink), torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32),
+        scale=SCALE, cmp_cache=entries, cmp_table=entry_table, indices=torch.arange(cmp_rows, dtype=torch.int32)[None],
+    )  # fmt: skip
+    return got[0], SCALE * q[0] @ row[0], row[0]
+
+
+@pytest.mark.parametrize("cmp_rows", [1, 3])
+@pytest.mark.parametrize("sink", [0.5, -3.0, 20.0])
+def test_sink_is_unscaled_and_window_and_compressed_rows_both_count(cmp_rows, sink):
+    """The row is key and value at once; it is attended once raw and `cmp_rows` times compressed."""
+    got, logits, row = one_key(cmp_rows, sink)
+    weight = (1 + cmp_rows) * logits.exp() / ((1 + cmp_rows) * logits.exp() + math.exp(sink))
+    assert_close(got, weight[:, None] * row, rtol=1e-5, atol=1e-5)
+
+
+def test_large_logits_do_not_overflow():
+    inputs = build(Case((EDGES,), compressed="selected"))
+    inputs.q.mul_(300)
+    expected = reference(*inputs.args(), scale=SCALE, **inputs.compressed)
+    got = sparse_attention(*inputs.args(), scale=SCALE, **inputs.compressed)
+    assert_close(got, expected, rtol=1e-3, atol=1e-3)  # logits near 2,000: their fp32 rounding alone is 1e-4
+
+
+@pytest.mark.parametrize("compressed", ["none", "selected"])
+def test_offsets_beyond_two_to_the_31(compressed):
+    """Two pages whose distance is more than 2^31 values; only what is touched of the storage takes memory."""
+    case = Case(((40, 130),), compressed=compressed, dtype=BF16)
+    inputs = build(case)
+    stride = 2**31 + 64 * DIM
+
+    def spread(cache: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The request's pages 0 and 1 at blocks 1 and 0 of a storage with a huge stride; page 2 beside block 0."""
+        count = int((table >= 0).sum())
+        far = torch.empty(stride + 4 * 64 * DIM, dtype=BF16).as_strided((2, 64, DIM), (stride, DIM, 1))
+        moved = table.clone()
+        for i in range(min(2, count)):
+            far[1 - i] = cache[table[0, i]]
+            moved[0, i] = 1 - i
+        return far, moved
+
+    if compressed == "none":
+        inputs.positions.copy_(torch.tensor([40, 100]))
+        inputs.window_cache.nan_to_num_(0.0)
+        inputs.window_cache, inputs.window_table = spread(inputs.window_cache, inputs.window_table)
+    else:
+        far = spread(inputs.compressed["cmp_cache"], inputs.compressed["cmp_table"])
+        inputs.compressed["cmp_cache"], inputs.compressed["cmp_table"] = far
+    expected = reference(*inputs.args(), scale=SCALE, **inputs.compressed)
+    assert_close(sparse_attention(*inputs.args(), scale=SCALE, **inputs.compressed), expected, **TOLERANCE[BF16])
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(scale=SCALE, window=129), "window is 129"),
+    (dict(scale=SCALE, n_vis=None), "exactly one of n_vis and indices"),
+    (dict(scale=SCALE, indices=torch.zeros(1, 4, dtype=torch.int32)), "exactly one of n_vis and indices"),
+    (dict(scale=SCALE, cmp_table=None), "needs cmp_table"),
+    (dict(scale=SCALE, cmp_cache=None), "need cmp_cache"),
+    (dict(scale=SCALE, n_vis=torch.zeros(2, dtype=torch.int32)), "n_vis has shape"),
+    (dict(scale=SCALE, out=torch.zeros(1, 8, 256)), "out has shape"),
+])  # fmt: skip
+def test_arguments_that_do_not_fit(change, message):
+    inputs = build(Case(((200,),), compressed="dense"))
+    with pytest.raises(ValueError, match=message):
+        sparse_attention(*inputs.args(), **{**inputs.compressed, **change})
+
+
+def test_wrong_dtypes_and_head_counts():
+    inputs = build(Case(((5,),)))
+    with pytest.raises(TypeError, match="window_cache has dtype torch.float32, expected torch.bfloat16"):
+        sparse_attention(inputs.q.bfloat16(), *inputs.args()[1:], scale=SCALE)
+    with pytest.raises(TypeError, match="positions has dtype torch.int64"):
+        sparse_attention(*inputs.args()[:-1], inputs.positions.long(), scale=SCALE)
+    with pytest.raises(ValueError, match="129 heads"):
+        sparse_attention(torch.zeros(1, 129, DIM), *inputs.args()[1:], scale=SCALE)
