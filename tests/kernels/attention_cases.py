@@ -1,4 +1,4 @@
-"""Cases of the attention kernels: requests with positions, paged caches full of NaN but for the rows that may be read."""
+"""Cases of the attention kernels: requests with positions, paged caches of NaN but for the rows that may be read."""
 
 from __future__ import annotations
 

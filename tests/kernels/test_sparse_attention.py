@@ -1,4 +1,4 @@
-"""sparse_attention: both routes against the reference, the traps of the model's attention, and schedule independence."""
+"""sparse_attention: both routes against the reference, the traps of the attention, and independence of the batch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.numeric import assert_close, assert_equal, poisoned
 BF16 = torch.bfloat16
 TOLERANCE = {
     # Sums of a few hundred fp32 terms in another order.
-    torch.float32: dict(rtol=1e-5, atol=1e-5),
+    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
     # One unit in the last place of the result, and the rounding of P (2^-9 of a convex combination of rows of size 4).
-    BF16: dict(rtol=2**-7, atol=2**-9 * 4),
+    BF16: {"rtol": 2**-7, "atol": 2**-9 * 4},
 }
 CASES = [
     Case((EDGES,)),
@@ -165,13 +165,13 @@ def test_offsets_beyond_two_to_the_31(compressed):
 
 
 @pytest.mark.parametrize("change, message", [
-    (dict(scale=SCALE, window=129), "window is 129"),
-    (dict(scale=SCALE, n_vis=None), "exactly one of n_vis and indices"),
-    (dict(scale=SCALE, indices=torch.zeros(1, 4, dtype=torch.int32)), "exactly one of n_vis and indices"),
-    (dict(scale=SCALE, cmp_table=None), "needs cmp_table"),
-    (dict(scale=SCALE, cmp_cache=None), "need cmp_cache"),
-    (dict(scale=SCALE, n_vis=torch.zeros(2, dtype=torch.int32)), "n_vis has shape"),
-    (dict(scale=SCALE, out=torch.zeros(1, 8, 256)), "out has shape"),
+    ({"scale": SCALE, "window": 129}, "window is 129"),
+    ({"scale": SCALE, "n_vis": None}, "exactly one of n_vis and indices"),
+    ({"scale": SCALE, "indices": torch.zeros(1, 4, dtype=torch.int32)}, "exactly one of n_vis and indices"),
+    ({"scale": SCALE, "cmp_table": None}, "needs cmp_table"),
+    ({"scale": SCALE, "cmp_cache": None}, "need cmp_cache"),
+    ({"scale": SCALE, "n_vis": torch.zeros(2, dtype=torch.int32)}, "n_vis has shape"),
+    ({"scale": SCALE, "out": torch.zeros(1, 8, 256)}, "out has shape"),
 ])  # fmt: skip
 def test_arguments_that_do_not_fit(change, message):
     inputs = build(Case(((200,),), compressed="dense"))
@@ -181,9 +181,9 @@ def test_arguments_that_do_not_fit(change, message):
 
 def test_wrong_dtypes_and_head_counts():
     inputs = build(Case(((5,),)))
-    with pytest.raises(TypeError, match="window_cache has dtype torch.float32, expected torch.bfloat16"):
+    with pytest.raises(TypeError, match="window_cache has dtype"):
         sparse_attention(inputs.q.bfloat16(), *inputs.args()[1:], scale=SCALE)
-    with pytest.raises(TypeError, match="positions has dtype torch.int64"):
+    with pytest.raises(TypeError, match="positions has dtype"):
         sparse_attention(*inputs.args()[:-1], inputs.positions.long(), scale=SCALE)
     with pytest.raises(ValueError, match="129 heads"):
         sparse_attention(torch.zeros(1, 129, DIM), *inputs.args()[1:], scale=SCALE)
