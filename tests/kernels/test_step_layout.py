@@ -113,7 +113,7 @@ def test_bad_arguments_are_named():
     starts, seq_lens = batch([2], [0])
     with pytest.raises(ValueError, match="query_start_loc has shape"):
         step_layout(starts[:1], seq_lens, 2)
-    with pytest.raises(TypeError, match="seq_lens has dtype torch.int64"):
+    with pytest.raises(TypeError, match="seq_lens has dtype"):
         step_layout(starts, seq_lens.long(), 2)
     with pytest.raises(ValueError, match="n_vis4 has shape"):
         step_layout(starts, seq_lens, 2, n_vis4=torch.empty(3, dtype=torch.int32))

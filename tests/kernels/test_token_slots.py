@@ -94,7 +94,7 @@ def test_empty_batches_and_tables():
 
 
 def test_bad_arguments_are_named():
-    with pytest.raises(TypeError, match="positions has dtype torch.int64"):
+    with pytest.raises(TypeError, match="positions has dtype"):
         token_slots(torch.zeros(2, dtype=torch.int64), int32(0, 0), permuted_table(1, 1), rows_per_block=4)
     with pytest.raises(ValueError, match="token_req has shape"):
         token_slots(int32(0, 0), int32(0), permuted_table(1, 1), rows_per_block=4)
