@@ -16,7 +16,8 @@ import pytest
 
 from dsv4_triton.demo.serve import NAME, Server
 
-WORDS = [
+WORDS = ("the", "machine", "reads", "a", "short", "word", "and", "writes", "another", "one", "while", "time", "runs",
+         "past", "every", "window", "of", "the", "model")  # fmt: skip
     "the",
     "machine",
     "reads",
