@@ -6,6 +6,7 @@ more than the last bits, and the demo's logits are not that close.
 
 from __future__ import annotations
 
+import re
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -16,28 +17,7 @@ import pytest
 
 from dsv4_triton.demo.serve import NAME, Server
 
-WORDS = ("the", "machine", "reads", "a", "short", "word", "and", "writes", "another", "one", "while", "time", "runs",
-         "past", "every", "window", "of", "the", "model")  # fmt: skip
-    "the",
-    "machine",
-    "reads",
-    "a",
-    "short",
-    "word",
-    "and",
-    "writes",
-    "another",
-    "one",
-    "while",
-    "time",
-    "runs",
-    "past",
-    "every",
-    "window",
-    "of",
-    "the",
-    "model",
-]
+WORDS = re.findall(r"\w+", "the machine reads a short word and writes another one while time runs past every model")
 
 
 def prompt(number: int, words: int) -> str:
