@@ -5,8 +5,9 @@ pairs of its own expert). Tiles cut each expert's rows into runs of at most `blo
 
 Everything is counted with comparisons and sums (no atomics, no sort, no host): chunks of pairs are counted per
 expert, then each chunk adds up the counts and places its own pairs, and the first one also writes the tiles. Where
-one chunk holds all pairs the counting is part of the second kernel. Counts are exact in fp32 below 2^24, and so far
-it goes. Grid: vector cores. UB: about 6 tiles [32, EB].
+one chunk holds all pairs the counting is part of the second kernel. Counts are fp32, exact below 2^24. No vector that
+is carried by a loop is broadcast to a tile in that loop: ascendnpu-ir 1.2.0 pads such a tile 32-fold on A2. Grid:
+vector cores. UB: about 6 tiles [16, max(EB, CHUNK)].
 """
 
 import torch
@@ -15,9 +16,10 @@ import triton.language as tl
 
 from dsv4_triton.device import family_of
 from dsv4_triton.kernels._checks import check_tensor
+from dsv4_triton.kernels._tiling import next_power_of_2
 
-_CHUNK = 512
-_BLOCK = 32
+_BLOCK = 16
+_MAX_CHUNK = 256
 _MAX_PAIRS = 1 << 24
 
 
@@ -54,20 +56,21 @@ def _write_tiles(
     tiles_ptr, num_tiles_ptr, total, start, capacity, EB: tl.constexpr, BS: tl.constexpr, BLOCK_ROWS: tl.constexpr
 ):
     """The tile list from each expert's row count and first row [EB]."""
-    expert = tl.arange(0, EB).to(tl.float32)
+    expert = tl.arange(0, EB).to(tl.float32)[None, :]
     need = tl.floor((total + (BLOCK_ROWS - 1)) * (1.0 / BLOCK_ROWS))
     end = tl.cumsum(need, axis=0)
+    shift = (start - (end - need) * BLOCK_ROWS)[None, :]
+    last = (start + total)[None, :]
+    end = end[None, :]
     used = tl.sum(need, axis=0)
     tl.store(num_tiles_ptr, used.to(tl.int32))
     for first in range(0, capacity, BS):
         slot = first + tl.arange(0, BS)
         tile = slot.to(tl.float32)
         live = tile < used
-        owner = tl.sum(tl.where(end[None, :] <= tile[:, None], 1.0, 0.0), axis=1)
-        mine = owner[:, None] == expert[None, :]
-        offset = (tile - tl.sum(tl.where(mine, (end - need)[None, :], 0.0), axis=1)) * BLOCK_ROWS
-        row = tl.sum(tl.where(mine, start[None, :], 0.0), axis=1) + offset
-        left = tl.sum(tl.where(mine, total[None, :], 0.0), axis=1) - offset
+        owner = tl.sum(tl.where(end <= tile[:, None], 1.0, 0.0), axis=1)
+        row = tile * BLOCK_ROWS + tl.sum(tl.where(owner[:, None] == expert, shift, 0.0), axis=1)
+        left = tl.sum(tl.where(owner[:, None] == expert, last, 0.0), axis=1) - row
         rows = tl.minimum(left, BLOCK_ROWS, propagate_nan=tl.PropagateNan.ALL)
         kept = slot < capacity
         tl.store(tiles_ptr + slot, tl.where(live, owner, 0.0).to(tl.int32), mask=kept)
@@ -93,30 +96,38 @@ def _moe_place_kernel(
     lane = tl.arange(0, BS)
     expert = tl.arange(0, EB)
     number = expert.to(tl.float32)[None, :]
-    earlier = lane[None, :] < lane[:, None]
+    distance = tl.arange(0, CHUNK).to(tl.float32)[None, :] - lane.to(tl.float32)[:, None]
     chunks = tl.cdiv(pairs, CHUNK)
     for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
         before = tl.zeros((EB,), tl.float32)
+        total = tl.zeros((EB,), tl.float32)
         if counts_ptr is None:
             total = _count_chunk(ids_ptr, chunk, pairs, E, EB, CHUNK, BS)
         else:
-            for c in range(chunk):
-                before += tl.load(counts_ptr + c * EB + expert)
-            total = before
-            for c in range(chunk, chunks):
-                total += tl.load(counts_ptr + c * EB + expert)
+            for c in range(0, chunks, BS):
+                at = counts_ptr + (c + lane)[:, None] * EB + expert[None, :]
+                counts = tl.load(at, mask=(lane < chunks - c)[:, None], other=0.0)
+                total += tl.sum(counts, axis=0)
+                before += tl.sum(tl.where((lane < chunk - c)[:, None], counts, 0.0), axis=0)
         start = tl.cumsum(total, axis=0) - total
-        base = start + before
+        base = (start + before)[None, :]
         for first in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, pairs), BS):
             ids = _load_ids(ids_ptr, first, pairs, E, BS)
-            mine = ids[:, None] == number
-            same = (ids[:, None] == ids[None, :]) & earlier
-            position = tl.sum(tl.where(same, 1.0, 0.0), axis=1) + tl.sum(tl.where(mine, base[None, :], 0.0), axis=1)
+            others = _load_ids(ids_ptr, chunk * CHUNK, pairs, E, CHUNK)
+            earlier = distance < (first - chunk * CHUNK).to(tl.float32)
+            position = tl.sum(tl.where(ids[:, None] == number, base, 0.0), axis=1)
+            position += tl.sum(tl.where((ids[:, None] == others[None, :]) & earlier, 1.0, 0.0), axis=1)
             position = tl.where(ids >= 0.0, position, -1.0).to(tl.int32)
             tl.store(positions_ptr + first + lane, position, mask=lane < pairs - first)
-            base += tl.sum(tl.where(mine, 1.0, 0.0), axis=0)
         if chunk == 0:
             _write_tiles(tiles_ptr, num_tiles_ptr, total, start, capacity, EB, BS, BLOCK_ROWS)
+
+
+def _chunk(pairs: int, block_e: int) -> int:
+    """Pairs per chunk: all up to 256, else what balances comparing within a chunk with adding up the chunks' counts."""
+    if pairs <= _MAX_CHUNK:
+        return max(_BLOCK, next_power_of_2(pairs))
+    return next((c for c in (64, 128) if c**3 >= 2 * pairs * block_e), _MAX_CHUNK)
 
 
 def tile_capacity(pairs: int, num_experts: int, block_rows: int) -> int:
@@ -148,9 +159,10 @@ def moe_plan(
     if pairs == 0:
         return positions, tiles, num_tiles.zero_()
     block_e = -(-num_experts // 16) * 16
-    chunks = triton.cdiv(pairs, _CHUNK)
+    chunk = _chunk(pairs, block_e)
+    chunks = triton.cdiv(pairs, chunk)
     grid = (min(chunks, family_of(ids.device.type).vector_cores),)
-    shape = {"E": num_experts, "EB": block_e, "CHUNK": _CHUNK, "BS": _BLOCK}
+    shape = {"E": num_experts, "EB": block_e, "CHUNK": chunk, "BS": _BLOCK}
     counts = None
     if chunks > 1:
         counts = torch.empty(chunks, block_e, dtype=torch.float32, device=ids.device)

@@ -5,9 +5,10 @@
     w = routed_scaling_factor * s[ids] / (sum s[ids] + 1e-20)          the bias chooses and never weighs
 
 logits [T, E], bias [E], weights [T, k] fp32; ids [T, k] int32. softplus(z) = max(z, 0) + log1p(exp(-|z|)), with
-log1p(u) = u log(1 + u) / ((1 + u) - 1), accurate for any z. Grid: vector cores; a persistent loop over BT tokens, k
-rounds of "take the maximum, then the lowest expert that has it" on the tile [BT, EB]. UB: about 6 fp32 tiles. Source
-of the formula: `Gate` of the official DeepSeek inference code; the 1e-20 is transformers'.
+log1p(u) = u log(1 + u) / ((1 + u) - 1), accurate for any z. Grid: vector cores; a persistent loop over tiles of BT
+tokens, k rounds of "take the maximum, then the lowest expert that has it" on the tile [BT, EB] (UB: about 8 fp32 tiles);
+with a table, a loop over tokens, where the choices meet the scores in one tile [KB, EB]. Source of the formula: `Gate`
+of the official DeepSeek inference code; the 1e-20 is transformers'.
 """
 
 import torch
@@ -34,16 +35,13 @@ def _score(logit):
     return tl.sqrt(tl.maximum(logit, 0.0, propagate_nan=tl.PropagateNan.ALL) + log1p)
 
 
-@triton.jit(do_not_specialize=["T", "V", "factor"])
+@triton.jit(do_not_specialize=["T", "factor"])
 def _moe_router_kernel(
     logits_ptr,
     bias_ptr,
-    token_ptr,
-    table_ptr,
     weights_ptr,
     ids_ptr,
     T,
-    V,
     factor,
     E: tl.constexpr,
     EB: tl.constexpr,
@@ -58,41 +56,60 @@ def _moe_router_kernel(
     rank = choice.to(tl.float32)[None, :]
     for tile in range(tl.program_id(0), tl.cdiv(T, BT), tl.num_programs(0)):
         first = tile * BT
-        live = lane < T - first
-        rows = first.to(tl.int64) + lane
-        logit = tl.load(
-            logits_ptr + rows[:, None] * E + expert[None, :], mask=live[:, None] & (expert < E)[None, :], other=0.0
-        )
+        live = (lane < T - first)[:, None]
+        rows = (first.to(tl.int64) + lane)[:, None]
+        logit = tl.load(logits_ptr + rows * E + expert[None, :], mask=live & (expert < E)[None, :], other=0.0)
         score = _score(logit)
-        chosen = tl.zeros((BT, KB), tl.float32)
-        if table_ptr is not None:
-            token = tl.load(token_ptr + rows, mask=live, other=0).to(tl.int64)
-            token = tl.where((token >= 0) & (token < V), token, 0)
-            chosen = tl.load(
-                table_ptr + token[:, None] * K + choice[None, :], mask=live[:, None] & (choice < K)[None, :], other=0
-            ).to(tl.float32)
         key = score
         if bias_ptr is not None:
             key += tl.load(bias_ptr + expert, mask=expert < E, other=0.0)[None, :]
         key = tl.where(key > _LOWEST, key, _LOWEST)
         if E != EB:
             key = tl.where(number < E, key, _GONE)
+        chosen = tl.zeros((BT, KB), tl.float32)
         weight = tl.zeros((BT, KB), tl.float32)
         for j in tl.static_range(K):
-            if table_ptr is not None:
-                best = tl.sum(tl.where(rank == j, chosen, 0.0), axis=1)
-            else:
-                top = tl.max(key, axis=1)
-                best = tl.min(tl.where(key == top[:, None], number, _FAR), axis=1)
-                chosen = tl.where(rank == j, best[:, None], chosen)
-            hit = number == best[:, None]
+            top = tl.max(key, axis=1)
+            best = tl.min(tl.where(key == top[:, None], number, _FAR), axis=1)[:, None]
+            hit = number == best
+            chosen = tl.where(rank == j, best, chosen)
             weight = tl.where(rank == j, tl.sum(tl.where(hit, score, 0.0), axis=1)[:, None], weight)
             key = tl.where(hit, _GONE, key)
         weight = weight / (tl.sum(weight, axis=1)[:, None] + 1e-20) * factor
-        at = rows[:, None] * K + choice[None, :]
-        kept = live[:, None] & (choice < K)[None, :]
-        tl.store(weights_ptr + at, weight, mask=kept)
-        tl.store(ids_ptr + at, chosen.to(tl.int32), mask=kept)
+        kept = live & (choice < K)[None, :]
+        tl.store(weights_ptr + rows * K + choice[None, :], weight, mask=kept)
+        tl.store(ids_ptr + rows * K + choice[None, :], chosen.to(tl.int32), mask=kept)
+
+
+@triton.jit(do_not_specialize=["T", "V", "factor"])
+def _moe_hash_router_kernel(
+    logits_ptr,
+    token_ptr,
+    table_ptr,
+    weights_ptr,
+    ids_ptr,
+    T,
+    V,
+    factor,
+    E: tl.constexpr,
+    EB: tl.constexpr,
+    K: tl.constexpr,
+    KB: tl.constexpr,
+):
+    expert = tl.arange(0, EB)
+    number = expert.to(tl.float32)[None, :]
+    choice = tl.arange(0, KB)
+    for t in range(tl.program_id(0), T, tl.num_programs(0)):
+        row = tl.cast(t, tl.int64)
+        score = _score(tl.load(logits_ptr + row * E + expert, mask=expert < E, other=0.0))
+        token = tl.load(token_ptr + row).to(tl.int64)
+        token = tl.where((token >= 0) & (token < V), token, 0)
+        chosen = tl.load(table_ptr + token * K + choice, mask=choice < K, other=-1).to(tl.int32)
+        hit = chosen.to(tl.float32)[:, None] == number
+        weight = tl.sum(tl.where(hit, score[None, :], 0.0), axis=1)
+        weight = weight / (tl.sum(weight, axis=0) + 1e-20) * factor
+        tl.store(weights_ptr + row * K + choice, weight, mask=choice < K)
+        tl.store(ids_ptr + row * K + choice, chosen, mask=choice < K)
 
 
 def moe_router(
@@ -131,25 +148,15 @@ def moe_router(
     ids = output("moe_router", "ids", ids, (T, k), torch.int32, logits.device)
     if T == 0:
         return weights, ids
-    block_e = -(-E // 16) * 16
+    shape = {"E": E, "EB": -(-E // 16) * 16, "K": k, "KB": next_power_of_2(k)}
+    factor = float(routed_scaling_factor)
     cores = family_of(logits.device.type).vector_cores
-    block_t = min(next_power_of_2(triton.cdiv(T, cores)), max(1, _TILE // next_power_of_2(block_e)))
+    if tid2eid is not None:
+        _moe_hash_router_kernel[(min(T, cores),)](
+            logits, input_ids, tid2eid, weights, ids, T, len(tid2eid), factor, **shape
+        )
+        return weights, ids
+    block_t = min(next_power_of_2(triton.cdiv(T, cores)), max(1, _TILE // next_power_of_2(E)))
     grid = (min(triton.cdiv(T, block_t), cores),)
-    vocabulary = 0 if tid2eid is None else len(tid2eid)
-    _moe_router_kernel[grid](
-        logits,
-        bias,
-        input_ids,
-        tid2eid,
-        weights,
-        ids,
-        T,
-        vocabulary,
-        float(routed_scaling_factor),
-        E=E,
-        EB=block_e,
-        K=k,
-        KB=next_power_of_2(k),
-        BT=block_t,
-    )
+    _moe_router_kernel[grid](logits, bias, weights, ids, T, factor, **shape, BT=block_t)
     return weights, ids
