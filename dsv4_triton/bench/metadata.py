@@ -1,0 +1,126 @@
+"""Time to plan one decode step: layout of the batch, and slots of all six cache kinds, at several batch sizes.
+
+Planning happens once per step, whatever the number of layers. Each figure is the median of `--repeat` steps, every one
+with batch tensors of its own, as vLLM makes them. The peer is the same planning by the PyTorch references.
+
+    python -m dsv4_triton.bench.metadata [--json FILE]
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from dsv4_triton.backend.caches import HIT_TOKENS, STATE_BLOCK, WINDOW_BLOCK
+from dsv4_triton.backend.metadata import StepPlanner
+from dsv4_triton.compiler import host
+from dsv4_triton.reference.step_layout import step_layout
+from dsv4_triton.reference.token_slots import token_slots
+
+CACHES = {
+    "window": (WINDOW_BLOCK, 1),
+    "c4 compressed": (HIT_TOKENS // 4, 4),
+    "c128 compressed": (HIT_TOKENS // 128, 128),
+    "indexer keys": (HIT_TOKENS // 4, 4),
+    "c4 state": (STATE_BLOCK[4], 1),
+    "c128 state": (STATE_BLOCK[128], 1),
+}
+"""Rows per block and tokens per row of each kind of cache."""
+CONTEXT = 8192
+
+
+def tables(batch: int) -> dict[str, torch.Tensor]:
+    """A block table [batch, blocks] int32 for each cache, every entry a block of its own."""
+    result = {}
+    for name, (rows, ratio) in CACHES.items():
+        blocks = -(-CONTEXT // (rows * ratio))
+        result[name] = torch.arange(1, batch * blocks + 1, dtype=torch.int32).reshape(batch, blocks)
+    return result
+
+
+def batch_tensors(batch: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`query_start_loc` and `seq_lens` of a decode step at ragged contexts."""
+    starts = torch.arange(batch + 1, dtype=torch.int32)
+    lengths = torch.arange(batch, dtype=torch.int32) * 37 % (CONTEXT - 512) + 1 + step
+    return starts, lengths
+
+
+def common_metadata(starts: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor) -> CommonAttentionMetadata:
+    batch = len(lengths)
+    return CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=lengths,
+        num_reqs=batch,
+        num_actual_tokens=batch,
+        max_query_len=1,
+        max_seq_len=CONTEXT,
+        block_table_tensor=table,
+        slot_mapping=torch.empty(0, dtype=torch.int64),
+    )
+
+
+def plan_step(planner: StepPlanner, block_tables: dict[str, torch.Tensor], batch: int, step: int) -> float:
+    """Seconds that planning one step takes."""
+    starts, lengths = batch_tensors(batch, step)
+    commons = [common_metadata(starts, lengths, table) for table in block_tables.values()]
+    began = time.perf_counter()
+    for common, (rows, ratio) in zip(commons, CACHES.values(), strict=True):
+        planner.plan(common, rows, ratio, again=False)
+    return time.perf_counter() - began
+
+
+def reference_step(block_tables: dict[str, torch.Tensor], batch: int, step: int) -> float:
+    starts, lengths = batch_tensors(batch, step)
+    began = time.perf_counter()
+    positions, token_req, _, _ = step_layout(starts, lengths, batch)
+    for table, (rows, ratio) in zip(block_tables.values(), CACHES.values(), strict=True):
+        token_slots(positions, token_req, table, rows_per_block=rows, ratio=ratio)
+    return time.perf_counter() - began
+
+
+def measure(batch: int, repeat: int) -> dict[str, Any]:
+    """Median seconds per step of the planner and of the references."""
+    block_tables = tables(batch)
+    planner = StepPlanner(batch, torch.device("cpu"))
+    plan_step(planner, block_tables, batch, 0)
+    runs = [
+        (plan_step(planner, block_tables, batch, 1 + i % 500), reference_step(block_tables, batch, i % 500))
+        for i in range(repeat)
+    ]
+    ours, theirs = (statistics.median(times) for times in zip(*runs, strict=True))
+    return {"sequences": batch, "planner_s": ours, "reference_s": theirs}
+
+
+def main(
+    repeat: Annotated[int, typer.Option(min=1, help="Timed steps for each batch size.")] = 200,
+    json_file: Annotated[
+        Optional[Path],  # noqa: UP045  typer evaluates the annotation, on Python 3.10 too
+        typer.Option("--json", metavar="FILE", help="Write the figures to FILE as JSON too."),
+    ] = None,
+) -> None:
+    """Print the planning time of a decode step at 1, 64 and 256 sequences."""
+    with host.installed():
+        figures = [measure(batch, repeat) for batch in (1, 64, 256)]
+    table = Table(title=f"planning a decode step, {len(CACHES)} caches, context up to {CONTEXT}")
+    for column in ("sequences", "planner, us", "PyTorch references, us", "ratio"):
+        table.add_column(column, justify="right")
+    for row in figures:
+        ours, theirs = row["planner_s"] * 1e6, row["reference_s"] * 1e6
+        table.add_row(str(row["sequences"]), f"{ours:.0f}", f"{theirs:.0f}", f"{ours / theirs:.2f}")
+    Console().print(table)
+    if json_file is not None:
+        json_file.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
