@@ -207,7 +207,7 @@ def compile_ir(text: str, kernel_name: str) -> bytes:
     options.loop_vectorization = True
     options.slp_vectorization = True
     options.loop_interleaving = True
-    options.loop_unrolling = True
+    options.loop_unrolling = os.environ.get("XU") != "0"
     builder = llvm.create_pass_builder(machine, options)
     builder.getModulePassManager().run(module, builder)
     if path:
