@@ -100,17 +100,17 @@ def gate(part_ptr, base_ptr, scale, rms, row, first, slices, TP, N: tl.constexpr
 
 
 @triton.jit
-def collapse_token(x_ptr, norm_ptr, y_ptr, t, pre, at_lane, norm_eps, D: tl.constexpr, BD: tl.constexpr):
+def collapse_token(x_ptr, norm_ptr, y_ptr, t, pre, here, norm_eps, D: tl.constexpr, BD: tl.constexpr):
     """Write `y[t] = sum_j pre[j, lane] x[t, j]`, with the RMS norm where a weight is given.
 
-    `pre` is [4, LANES], `at_lane` [1, LANES] is 1 at the token's lane and 0 elsewhere.
+    `pre` is [4, LANES], `here` [1, LANES] is true at the token's lane only.
     """
     d = tl.arange(0, BD)
     row = t.to(tl.int64) * D
     stream = tl.arange(0, 4)[:, None]
     y = tl.zeros((BD,), tl.float32)
     for j in tl.static_range(4):
-        weight = tl.sum(tl.where(stream == j, pre * at_lane, 0.0))
+        weight = tl.sum(tl.where(here & (stream == j), pre, 0.0))
         y += weight * tl.load(x_ptr + row * 4 + j * D + d, mask=d < D, other=0.0).to(tl.float32)
     y = y.to(y_ptr.dtype.element_ty)
     if norm_ptr is not None:

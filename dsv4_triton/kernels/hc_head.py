@@ -44,8 +44,8 @@ def _hc_head_finish_kernel(
         rms = inverse_rms(gram_ptr, first, slices, TP, norm_eps, 4 * D, BT, LANES)
         pre = gate(part_ptr, base_ptr, tl.load(scale_ptr), rms, four, first, slices, TP, 4, P, LANES) + hc_eps
         for t in range(item * NTOK, tl.minimum(item * NTOK + NTOK, T)):
-            at_lane = tl.where(lane == t - first, 1.0, 0.0)[None, :]
-            collapse_token(x_ptr, norm_ptr, out_ptr, t, pre, at_lane, norm_eps, D, BD)
+            here = (lane == t - first)[None, :]
+            collapse_token(x_ptr, norm_ptr, out_ptr, t, pre, here, norm_eps, D, BD)
 
 
 def hc_head(

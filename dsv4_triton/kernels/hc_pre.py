@@ -87,10 +87,10 @@ def _hc_pre_finish_kernel(
         logits = logits * tl.load(scale_ptr + 2) + tl.load(base_ptr + row)[:, None]
         comb = tl.reshape(_sinkhorn(tl.reshape(logits, (4, 4, LANES)), hc_eps, ITERS), (16, LANES))
         for t in range(item * NTOK, tl.minimum(item * NTOK + NTOK, T)):
-            at_lane = tl.where(lane == t - first, 1.0, 0.0)[None, :]
-            collapse_token(x_ptr, norm_ptr, y_ptr, t, pre, at_lane, norm_eps, D, BD)
-            tl.store(post_ptr + t * 4 + four, tl.sum(post * at_lane, axis=1))
-            tl.store(comb_ptr + t * 16 + tl.arange(0, 16), tl.sum(comb * at_lane, axis=1))
+            here = (lane == t - first)[None, :]
+            collapse_token(x_ptr, norm_ptr, y_ptr, t, pre, here, norm_eps, D, BD)
+            tl.store(post_ptr + t * 4 + four, tl.sum(tl.where(here, post, 0.0), axis=1))
+            tl.store(comb_ptr + t * 16 + tl.arange(0, 16), tl.sum(tl.where(here, comb, 0.0), axis=1))
 
 
 def hc_pre(

@@ -6,7 +6,8 @@ pairs of its own expert). Tiles cut each expert's rows into runs of at most `blo
 Everything is counted with comparisons and sums (no atomics, no sort, no host): chunks of pairs are counted per
 expert, then each chunk adds up the counts and places its own pairs, and the first one also writes the tiles. Where
 one chunk holds all pairs the counting is part of the second kernel. Counts are fp32, exact below 2^24. No vector that
-is carried by a loop is broadcast to a tile in that loop: ascendnpu-ir 1.2.0 pads such a tile 32-fold on A2. Grid:
+is carried by a loop is broadcast to a tile in that loop: ascendnpu-ir 1.2.0 takes megabytes of UB for
+such a tile on A2. Grid:
 vector cores. UB: about 6 tiles [16, max(EB, CHUNK)].
 """
 

@@ -6,9 +6,9 @@
 
 logits [T, E], bias [E], weights [T, k] fp32; ids [T, k] int32. softplus(z) = max(z, 0) + log1p(exp(-|z|)), with
 log1p(u) = u log(1 + u) / ((1 + u) - 1), accurate for any z. Grid: vector cores; a persistent loop over tiles of BT
-tokens, k rounds of "take the maximum, then the lowest expert that has it" on the tile [BT, EB] (UB: about 8 fp32 tiles);
-with a table, a loop over tokens, where the choices meet the scores in one tile [KB, EB]. Source of the formula: `Gate`
-of the official DeepSeek inference code; the 1e-20 is transformers'.
+tokens, k rounds of "take the maximum, then the lowest expert that has it" on the tile [BT, EB] (UB: 8 fp32 tiles);
+with a table, a loop over tokens, where the choices meet the scores in one tile [KB, EB]. Source of the formula:
+`Gate` of the official DeepSeek inference code; the 1e-20 is transformers'.
 """
 
 import torch
