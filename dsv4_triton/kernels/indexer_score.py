@@ -8,9 +8,11 @@ integer maximum), float8_e4m3fn (fp32 scales), bf16 or fp32 (no scales). weights
 factor. Entry s is row s % rows of block table[req, s // rows]. Scores are fp32; nothing is rounded before the sum.
 
 A tile is BLOCK rows of one page: K [BLOCK, 128] times q^T [128, HI], so that the sum over heads is along the last
-axis. Pages from n_vis on are not read; rows from n_vis on inside the last page are computed and replaced. Grid: one
+axis. Tiles from n_vis on are not read; rows from n_vis on inside the last tile are computed and replaced. Grid: one
 program per cube core at most, persistent over (token, group of GROUP tiles). L0C bytes: BLOCK * HI * 4. UB bytes:
-about BLOCK * HI * 8. Families: all (e4m3 where the matrix unit has it: A5, host). Source: model.md 5.1, 5.3.
+about BLOCK * HI * 8. On A2 and A3 `tile_mix_vector_loop=1` divides the vector work between both vector cores, and a
+single store per tile keeps matrix and vector work overlapped; hence a second kernel for the rest of the row.
+Families: all (e4m3 where the matrix unit has it: A5, host). Source: model.md 5.1, 5.3.
 """
 
 import torch
@@ -25,6 +27,7 @@ OP = "indexer_score"
 DIM = 128
 MAX_TILE_ROWS = 128
 TILES_PER_GROUP = 8
+HIDE_WIDTH = 2048
 
 
 @triton.jit(do_not_specialize=["items", "groups", "max_entries", "table_stride"])
@@ -60,29 +63,35 @@ def _indexer_score_kernel(
         begin = (item % groups) * GROUP
         end = tl.minimum(begin + GROUP, tl.cdiv(max_entries, BLOCK))
         visible = tl.minimum(tl.load(n_vis_ptr + token), max_entries)
-        live_end = tl.maximum(begin, tl.minimum(end, tl.cdiv(visible, BLOCK)))
+        table = table_ptr + tl.maximum(tl.load(token_req_ptr + token), 0).to(tl.int64) * table_stride
+        source = q_ptr + tl.cast(token, tl.int64) * (H * D)
+        q = tl.trans(tl.load(source + head[:, None] * D + feature[None, :]))
+        weight = tl.load(weights_ptr + token * H + head)
+        if SCALED:
+            weight = weight * tl.load(q_scale_ptr + token * H + head).to(tl.float32)
         target = out_ptr + tl.cast(token, tl.int64) * max_entries
-        if live_end > begin:
-            table = table_ptr + tl.load(token_req_ptr + token).to(tl.int64) * table_stride
-            source = q_ptr + tl.cast(token, tl.int64) * (H * D)
-            q = tl.trans(tl.load(source + head[:, None] * D + feature[None, :]))
-            weight = tl.load(weights_ptr + token * H + head)
-            if SCALED:
-                weight = weight * tl.load(q_scale_ptr + token * H + head).to(tl.float32)
-            for tile in range(begin, live_end):
-                entry = tile * BLOCK
-                block = tl.maximum(tl.load(table + entry // ROWS), 0).to(tl.int64)
-                first = entry % ROWS
-                keys = tl.load(keys_ptr + block * key_stride + first * D + row[:, None] * D + feature[None, :])
-                score = tl.sum(_relu(tl.dot(keys, q)) * weight[None, :], axis=1)
-                if SCALED:
-                    score = score * tl.load(key_scale_ptr + block * scale_stride + first + row).to(tl.float32)
-                score = tl.where(row < visible - entry, score, float("-inf"))
-                tl.store(target + entry + row, score, mask=row < max_entries - entry)
-        for tile in range(live_end, end):
+        for tile in range(begin, tl.minimum(end, tl.cdiv(visible, BLOCK))):
             entry = tile * BLOCK
-            hidden = tl.full((BLOCK,), float("-inf"), tl.float32)
-            tl.store(target + entry + row, hidden, mask=row < max_entries - entry)
+            block = tl.maximum(tl.load(table + entry // ROWS), 0).to(tl.int64)
+            first = entry % ROWS
+            keys = tl.load(keys_ptr + block * key_stride + first * D + row[:, None] * D + feature[None, :])
+            score = tl.sum(_relu(tl.dot(keys, q)) * weight[None, :], axis=1)
+            if SCALED:
+                score = score * tl.load(key_scale_ptr + block * scale_stride + first + row).to(tl.float32)
+            score = tl.where(row < visible - entry, score, float("-inf"))
+            tl.store(target + entry + row, score, mask=row < max_entries - entry)
+
+
+@triton.jit(do_not_specialize=["tokens", "max_entries"])
+def _hide_kernel(n_vis_ptr, out_ptr, tokens, max_entries, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """-inf from the first tile without a visible entry to the end of each row."""
+    column = tl.arange(0, WIDTH)
+    hidden = tl.full((WIDTH,), float("-inf"), tl.float32)
+    for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
+        visible = tl.maximum(tl.load(n_vis_ptr + token), 0)
+        target = out_ptr + tl.cast(token, tl.int64) * max_entries
+        for start in range(tl.cdiv(visible, BLOCK) * BLOCK, max_entries, WIDTH):
+            tl.store(target + start + column, hidden, mask=column < max_entries - start)
 
 
 @triton.jit
@@ -143,7 +152,9 @@ def indexer_score(
     groups = triton.cdiv(max_entries, tile * TILES_PER_GROUP)
     items = tokens * groups
     key_scales = key_cache if scale_cache is None else scale_cache
-    grid = (min(items, family_of(device.type).cube_cores),)
+    family = family_of(device.type)
+    _hide_kernel[(min(tokens, family.vector_cores),)](n_vis, out, tokens, max_entries, BLOCK=tile, WIDTH=HIDE_WIDTH)
+    grid = (min(items, family.cube_cores),)
     _indexer_score_kernel[grid](
         q,
         weights if q_scale is None else q_scale,
@@ -166,5 +177,6 @@ def indexer_score(
         BLOCK=tile,
         GROUP=TILES_PER_GROUP,
         SCALED=scaled,
+        tile_mix_vector_loop=1,
     )
     return out
