@@ -56,8 +56,8 @@ $(STAMP): | python-found
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 
-# pip's lines about packages that are there already are left out.
-only_news = { grep -v -e 'already satisfied' -e '^  ' || true; }
+# Of pip's output: what it is collecting now, and errors.
+only_news = { grep -v -e 'already satisfied' -e '^  ' -e '^Looking in' -e '^Successfully' || true; }
 
 .PHONY: python-found
 python-found:

@@ -8,7 +8,7 @@ the device. Everything that does not fit raises `ConfigError` with the name, wha
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, cast
 
@@ -277,7 +277,7 @@ class Options:
             raise ConfigError(f"additional_config is {additional_config!r}, it must be a JSON object")
         given = additional_config.get(_OPTIONS_KEY)
         if given is None:
-            _reject_near_miss(additional_config)
+            _reject_near_miss(name for name in additional_config if name != _OPTIONS_KEY)
             return cls()
         if not isinstance(given, Mapping):
             raise ConfigError(f"{_OPTIONS_KEY} is {given!r}, it must be a JSON object of options")
@@ -286,7 +286,7 @@ class Options:
         return cls(**given)
 
 
-def _reject_near_miss(names: Mapping[str, Any]) -> None:
+def _reject_near_miss(names: Iterable[str]) -> None:
     """Other plugins own other keys, but one that looks like ours would be silently without effect."""
     for name in names:
         if difflib.get_close_matches(str(name).replace("-", "_").lower(), [_OPTIONS_KEY], cutoff=0.8):

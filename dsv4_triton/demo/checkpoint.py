@@ -88,6 +88,8 @@ class DemoSettings:
             raise DemoError(f"context is {self.context}, it must be a multiple of 16, at least 256")
         if self.vocab < demo_tokenizer.MIN_VOCAB:
             raise DemoError(f"vocab is {self.vocab}, it must be at least {demo_tokenizer.MIN_VOCAB}")
+        if not 0 <= self.seed < 2**32:
+            raise DemoError(f"seed is {self.seed}, it must be at least 0 and fit 32 bits")
         if self.dtype not in ("bfloat16", "float32"):
             raise DemoError(f"dtype is {self.dtype!r}, it must be bfloat16 or float32")
 
@@ -202,7 +204,7 @@ def _fill(s: DemoSettings, name: str, tensor: _Tensor, words: list[int]) -> torc
     """The values of a tensor: they depend on the seed, the name and the shape, not on the dtype or on other tensors."""
     import torch
 
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ (s.seed << 32))
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode(), s.seed))
     if tensor.kind == "table":
         order = torch.rand((s.vocab, s.experts), generator=generator).argsort(dim=1)
         return order[:, : s.experts_per_token].contiguous()

@@ -13,7 +13,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -104,19 +104,38 @@ class Server:
         return True
 
 
-@contextmanager
-def _stop_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the demo the way Ctrl-C does."""
+class Interrupts:
+    """SIGTERM and SIGHUP end the demo the way Ctrl-C does, and none of them strikes where it would lose a process."""
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+    NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    def __init__(self) -> None:
+        self._held = False
+        self._pending = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self._held:
+            raise KeyboardInterrupt
+        self._pending = True
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self._handle) for number in self.NUMBERS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def hold(self) -> None:
+        self._held = True
+
+    def release(self) -> None:
+        """Let interrupts through again; one that came in between is raised now."""
+        self._held = False
+        if self._pending:
+            self._pending = False
+            raise KeyboardInterrupt
 
 
 def wait_until_ready(server: Server, console: Any) -> float:
@@ -166,37 +185,25 @@ def run_demo(directory: Path, *, dtype: str, port: int, smoke: bool, console: An
     """Serve `directory` and ask twice; then wait for Ctrl-C unless `smoke`. Returns the exit status."""
     port = port or free_port()
     command = server_command(directory, dtype=dtype, port=port)
-    with tempfile.TemporaryDirectory(prefix="dsv4-demo-") as folder, _stop_signals():
+
+    def say(text: str = "", style: str | None = None) -> None:
+        console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+    interrupts = Interrupts()
+    with tempfile.TemporaryDirectory(prefix="dsv4-demo-") as folder, interrupts.watched():
+        interrupts.hold()
         log = Path(folder) / "server.log"
-
-        def say(text: str = "", style: str | None = None) -> None:
-            console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
-
         say(f"starting the server (output in {log}):")
         say(f"  {shlex.join(command)}")
         server = Server(command, port=port, log=log)
         try:
-            seconds = wait_until_ready(server, console)
-            say(f"ready after {seconds:.0f} s at {server.url}")
-            for question, answer in ask(server):
-                if not answer.strip():
-                    raise ServerFailedError(f"empty answer to {question!r}")
-                say()
-                say(question, "bold")
-                say(f"  {answer.strip()}")
-            say()
-            say("The weights are random: the words mean nothing, the work behind them is real.")
-            if smoke:
-                return 0
-            say("Talk to it:")
-            say(f"  {curl_command(server)}")
-            say("Ctrl-C stops the server.")
-            status = server.process.wait()
-            raise ServerFailedError(f"the server ended with status {status}")
+            interrupts.release()
+            _talk(server, console, say, smoke=smoke)
+            return 0
         except KeyboardInterrupt:
             say()
             say("stopping the server")
-            return 0 if not smoke else 130
+            return 130 if smoke else 0
         except Exception as error:
             say(f"error: {error}", "bold red")
             say("the server's last lines:")
@@ -204,9 +211,27 @@ def run_demo(directory: Path, *, dtype: str, port: int, smoke: bool, console: An
                 say(f"  {line}")
             return 1
         finally:
-            # A second Ctrl-C must not leave the server behind.
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                signal.signal(number, signal.SIG_IGN)
+            interrupts.hold()
             server.stop()
-            signal.signal(signal.SIGINT, signal.default_int_handler)
             say("server stopped")
+
+
+def _talk(server: Server, console: Any, say: Callable[..., None], *, smoke: bool) -> None:
+    """Wait for the server, ask it twice, and unless `smoke` say how to ask it and wait until it ends."""
+    seconds = wait_until_ready(server, console)
+    say(f"ready after {seconds:.0f} s at {server.url}")
+    for question, answer in ask(server):
+        if not answer.strip():
+            raise ServerFailedError(f"empty answer to {question!r}")
+        say()
+        say(question, "bold")
+        say(f"  {answer.strip()}")
+    say()
+    say("The weights are random: the words mean nothing, the work behind them is real.")
+    if smoke:
+        return
+    say("Talk to it:")
+    say(f"  {curl_command(server)}")
+    say("Ctrl-C stops the server.")
+    status = server.process.wait()
+    raise ServerFailedError(f"the server ended with status {status}")

