@@ -12,19 +12,17 @@ import torch
 
 from dsv4_triton.backend.caches import LayerCaches
 from dsv4_triton.backend.metadata import CacheMetadata, StepLayout
-from dsv4_triton.backend.ops import (
-    compressor_fold,
-    compressor_state_insert,
-    indexer_insert_k,
-    indexer_quant_q,
-    indexer_score,
-    indexer_topk,
-    kv_norm_rope_insert,
-    o_proj,
-    q_norm_rope,
-    sparse_attention,
-)
 from dsv4_triton.config import INDEX_DIM, WINDOW
+from dsv4_triton.kernels.compressor_fold import compressor_fold
+from dsv4_triton.kernels.compressor_state_insert import compressor_state_insert
+from dsv4_triton.kernels.indexer_insert_k import indexer_insert_k
+from dsv4_triton.kernels.indexer_quant_q import indexer_quant_q
+from dsv4_triton.kernels.indexer_score import indexer_score
+from dsv4_triton.kernels.indexer_topk import indexer_topk
+from dsv4_triton.kernels.kv_norm_rope_insert import kv_norm_rope_insert
+from dsv4_triton.kernels.o_proj import o_proj
+from dsv4_triton.kernels.q_norm_rope import q_norm_rope
+from dsv4_triton.kernels.sparse_attention import sparse_attention
 
 SCORE_BYTES = 64 << 20
 """Bound of the indexer's score buffer: steps with more scores run the indexer over runs of tokens."""

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 
-from dsv4_triton.backend.ops import step_layout, token_slots
+from dsv4_triton.kernels.step_layout import step_layout
+from dsv4_triton.kernels.token_slots import token_slots
 
 
 @dataclass(frozen=True)

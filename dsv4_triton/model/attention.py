@@ -22,10 +22,9 @@ from dsv4_triton.backend.caches import LayerCaches
 from dsv4_triton.backend.geometry import overlap
 from dsv4_triton.backend.metadata import StepPlanner
 from dsv4_triton.backend.op import register_ops
-from dsv4_triton.backend.ops import sylvester
 from dsv4_triton.config import HEAD_DIM, INDEX_DIM, Choices, ModelSettings
 from dsv4_triton.model.loader import Slot, Store, copy_into, into_layer, prefixed
-from dsv4_triton.model.rope import RopeTables, half_layout, half_order
+from dsv4_triton.model.rope import RopeTables, half_layout
 
 
 def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
@@ -36,6 +35,15 @@ def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 def permuted(store: Store, dim: int, axis: int = 0) -> Store:
     """`store` behind the permutation of heads of `dim` features along `axis` to half layout."""
     return lambda tensor: store(half_layout(tensor, dim, axis))
+
+
+def hadamard_matrix(dim: int) -> torch.Tensor:
+    """The Hadamard matrix [dim, dim] of +-1 in Sylvester's order; `dim` is a power of two."""
+    step = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
+    matrix = torch.ones(1, 1)
+    while len(matrix) < dim:
+        matrix = torch.kron(step, matrix)
+    return matrix
 
 
 class Compressor(nn.Module):
@@ -91,8 +99,8 @@ class Indexer(nn.Module):
             prefix=f"{prefix}.weights_proj",
         )
         self.compressor = Compressor(settings.hidden, INDEX_DIM, 4, dtype, f"{prefix}.compressor")
-        # The rotation is defined on interleaved features; with its rows in half layout the result is the same.
-        self.register_buffer("hadamard", sylvester(INDEX_DIM, dtype=dtype)[half_order(INDEX_DIM)], persistent=False)
+        # Rotates features in half layout, queries and keys alike: products are those of the interleaved order.
+        self.register_buffer("hadamard", hadamard_matrix(INDEX_DIM).to(dtype), persistent=False)
 
     def queries(self, latent: torch.Tensor) -> torch.Tensor:
         return self.wq_b(latent)

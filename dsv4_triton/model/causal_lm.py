@@ -12,9 +12,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.sequence import IntermediateTensors
 
 from dsv4_triton.backend.metadata import StepPlanner
-from dsv4_triton.backend.ops import hc_head
 from dsv4_triton.backend.serving import Serving
 from dsv4_triton.config import HC_MULT
+from dsv4_triton.kernels.hc_head import hc_head
 from dsv4_triton.model.layer import DecoderLayer, HcParameters
 from dsv4_triton.model.loader import Slot, into_layer, load_strict, prefixed
 from dsv4_triton.model.rope import RopeTables
@@ -99,8 +99,11 @@ class TritonDeepseekV4ForCausalLM(nn.Module):
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         return self.logits_processor(self.lm_head, hidden_states.float())
 
+    def slots(self) -> dict[str, Slot]:
+        """Every tensor of the checkpoint by its official name, the draft module's excepted."""
+        head = Slot((self.settings.vocab, self.settings.hidden), into_layer(self.lm_head))
+        return {**self.model.slots(), "head.weight": head}
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        slots = self.model.slots()
-        slots["head.weight"] = Slot((self.settings.vocab, self.settings.hidden), into_layer(self.lm_head))
-        load_strict(weights, slots)
+        load_strict(weights, self.slots())
         return {name for name, _ in self.named_parameters()}

@@ -7,8 +7,9 @@ from torch import nn
 from vllm.config import VllmConfig
 
 from dsv4_triton.backend.metadata import StepPlanner
-from dsv4_triton.backend.ops import hc_post, hc_pre, split_fn
 from dsv4_triton.config import HC_MULT, Choices, ModelSettings
+from dsv4_triton.kernels.hc_post import hc_post
+from dsv4_triton.kernels.hc_pre import hc_pre, split_fn
 from dsv4_triton.model.attention import Attention, parameter
 from dsv4_triton.model.loader import Slot, copy_into, prefixed
 from dsv4_triton.model.moe import MoE

@@ -16,8 +16,11 @@ from vllm.distributed import (
 )
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 
-from dsv4_triton.backend.ops import moe_experts, moe_router, muls_add, swiglu
 from dsv4_triton.config import ModelSettings
+from dsv4_triton.kernels.moe_experts import moe_experts
+from dsv4_triton.kernels.moe_router import moe_router
+from dsv4_triton.kernels.muls_add import muls_add
+from dsv4_triton.kernels.swiglu import swiglu
 from dsv4_triton.model.attention import parameter
 from dsv4_triton.model.loader import CheckpointError, Slot, Store, copy_into, into_layer
 
