@@ -2,9 +2,9 @@
 
 Formula per token: `x = kv * rsqrt(mean(kv^2 over 512) + eps) * weight`, rounded to `kv`'s dtype; the last 64 features
 are rotated in fp32 and rounded again; with fake_quant the first 448 pass through the fp8 simulation (`_fake_quant`).
-The row goes to `slots[t] = block * R + offset` of the cache.
+The row goes to `slots[t] = block * R + offset` of the cache, as it is or as an fp8 record (`_rows`).
 Grid: persistent over runs of tokens. A run of consecutive positions and slots within one block (prefill) is one tile;
-otherwise rows go one by one. UB: about `RUN * 512 * 26` bytes.
+otherwise, and for records, rows go one by one. UB: about `RUN * 512 * 26` bytes.
 Source: kv path of the DeepSeek-V4 reference attention.
 """
 
@@ -16,9 +16,9 @@ from dsv4_triton.device import family_of
 from dsv4_triton.kernels._checks import FLOATS, check_tensor
 from dsv4_triton.kernels._fake_quant import fp8_sim64
 from dsv4_triton.kernels._rope import HALF, rotate
+from dsv4_triton.kernels._rows import HEAD_DIM, check_rows, is_record, record_views, store_record
 
 OP = "kv_norm_rope_insert"
-HEAD_DIM = 512
 ROTARY = 64
 RUN = 8
 
@@ -65,8 +65,8 @@ def _times_weight(x, weight, ROWS: tl.constexpr):
 
 @triton.jit
 def _insert_rows(
-    kv_ptr, weight, weight_a, weight_b, cos_sin_ptr, cache_ptr, token, position, target, eps,
-    ROWS: tl.constexpr, D: tl.constexpr, FAKE_QUANT: tl.constexpr,
+    kv_ptr, weight, weight_a, weight_b, cos_sin_ptr, cache_ptr, byte_ptr, token, position, target, eps,
+    ROWS: tl.constexpr, D: tl.constexpr, FAKE_QUANT: tl.constexpr, RECORD: tl.constexpr,
 ):  # fmt: skip
     """ROWS tokens from `token` on, at consecutive positions, to consecutive rows at offset `target` of the cache."""
     PLAIN: tl.constexpr = D - 2 * HALF
@@ -85,20 +85,25 @@ def _insert_rows(
     a = _times_weight(a * scale, weight_a, ROWS).to(dtype).to(tl.float32)
     b = _times_weight(b * scale, weight_b, ROWS).to(dtype).to(tl.float32)
     a, b = rotate(a, b, cos, sin)
-    if FAKE_QUANT:
-        blocks = tl.reshape(x.to(tl.float32), (ROWS * D // 64, 64))
-        x = tl.reshape(fp8_sim64(blocks), x.shape).to(dtype)
-    row = cache_ptr + target
-    _store_rows(row, x, ROWS, D, PLAIN, D)
-    _store_rows(row + PLAIN, a.to(dtype), ROWS, D, HALF, HALF)
-    _store_rows(row + PLAIN + HALF, b.to(dtype), ROWS, D, HALF, HALF)
+    if RECORD:
+        store_record(cache_ptr, byte_ptr, target, tl.reshape(x.to(tl.float32), (D // 64, 64)), a, b)
+    else:
+        if FAKE_QUANT:
+            blocks = tl.reshape(x.to(tl.float32), (ROWS * D // 64, 64))
+            x = tl.reshape(fp8_sim64(blocks), x.shape).to(dtype)
+        row = cache_ptr + target
+        _store_rows(row, x, ROWS, D, PLAIN, D)
+        _store_rows(row + PLAIN, a.to(dtype), ROWS, D, HALF, HALF)
+        _store_rows(row + PLAIN + HALF, b.to(dtype), ROWS, D, HALF, HALF)
 
 
 @triton.jit(do_not_specialize=["T", "block_stride"])
 def _kv_norm_rope_insert_kernel(
-    kv_ptr, weight_ptr, positions_ptr, cos_sin_ptr, cache_ptr, slots_ptr, T, block_stride, eps,
-    R: tl.constexpr, D: tl.constexpr, FAKE_QUANT: tl.constexpr, RUN: tl.constexpr,
+    kv_ptr, weight_ptr, positions_ptr, cos_sin_ptr, cache_ptr, byte_ptr, slots_ptr, T, block_stride, eps,
+    R: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, FAKE_QUANT: tl.constexpr, RECORD: tl.constexpr,
+    RUN: tl.constexpr,
 ):  # fmt: skip
+    """`block_stride` and ROW, the width of a row, are in cache elements, or in bytes for records."""
     PLAIN: tl.constexpr = D - 2 * HALF
     lane = tl.arange(0, HALF)
     weight = tl.load(weight_ptr + tl.arange(0, D)).to(tl.float32)
@@ -118,20 +123,20 @@ def _kv_norm_rope_insert_kernel(
                     whole = 1
         if whole == 1:
             slot = tl.load(slots_ptr + start)
-            target = tl.cast(slot // R, tl.int64) * block_stride + slot % R * D
+            target = tl.cast(slot // R, tl.int64) * block_stride + slot % R * ROW
             _insert_rows(
-                kv_ptr, weight, weight_a, weight_b, cos_sin_ptr, cache_ptr,
-                start, tl.load(positions_ptr + start), target, eps, RUN, D, FAKE_QUANT,
+                kv_ptr, weight, weight_a, weight_b, cos_sin_ptr, cache_ptr, byte_ptr,
+                start, tl.load(positions_ptr + start), target, eps, RUN, D, FAKE_QUANT, RECORD,
             )  # fmt: skip
         else:
             for token in range(start, tl.minimum(start + RUN, T)):
                 slot = tl.load(slots_ptr + token)
                 position = tl.load(positions_ptr + token)
                 if (slot >= 0) & (position >= 0):
-                    target = tl.cast(slot // R, tl.int64) * block_stride + slot % R * D
+                    target = tl.cast(slot // R, tl.int64) * block_stride + slot % R * ROW
                     _insert_rows(
-                        kv_ptr, weight, weight_a, weight_b, cos_sin_ptr, cache_ptr,
-                        token, position, target, eps, 1, D, FAKE_QUANT,
+                        kv_ptr, weight, weight_a, weight_b, cos_sin_ptr, cache_ptr, byte_ptr,
+                        token, position, target, eps, 1, D, FAKE_QUANT, RECORD,
                     )  # fmt: skip
 
 
@@ -146,7 +151,8 @@ def kv_norm_rope_insert(
     eps: float,
     fake_quant: bool = False,
 ) -> None:
-    """Write one row per token of `kv [T, 512]` into `cache [num_blocks, R, 512]`, both bf16 or both fp32.
+    """Write one row per token of `kv [T, 512]` into `cache`: `[num_blocks, R, 512]` of `kv`'s dtype (bf16 or fp32), or
+    `[num_blocks, R, 640]` uint8 for records, which are always quantised.
 
     `weight [512]` bf16 or fp32; `positions [T]`, `slots [T]` int32, a negative value skips the token; `cos_sin [P, 64]`
     fp32, rows `[cos | sin]`. The cache's blocks may be any stride apart. Slots of one call must differ.
@@ -156,14 +162,16 @@ def kv_norm_rope_insert(
     check_tensor(OP, "weight", weight, (HEAD_DIM,), FLOATS, device=kv.device)
     check_tensor(OP, "positions", positions, (tokens,), torch.int32, device=kv.device)
     check_tensor(OP, "cos_sin", cos_sin, (None, ROTARY), torch.float32, device=kv.device)
-    check_tensor(OP, "cache", cache, (None, None, HEAD_DIM), kv.dtype, device=kv.device, layout="page")
+    check_rows(OP, "cache", cache, kv.dtype, kv.device)
     check_tensor(OP, "slots", slots, (tokens,), torch.int32, device=kv.device)
     if tokens == 0:
         return
     cores = family_of(kv.device.type).vector_cores
-    run = RUN if tokens >= RUN * cores else 1
+    record = is_record(cache)
+    run = RUN if tokens >= RUN * cores and not record else 1
+    values, as_bytes = record_views(cache)
     grid = (min(triton.cdiv(tokens, run), cores),)
     _kv_norm_rope_insert_kernel[grid](
-        kv, weight, positions, cos_sin, cache, slots, tokens, cache.stride(0), eps,
-        R=cache.shape[1], D=HEAD_DIM, FAKE_QUANT=fake_quant, RUN=run,
+        kv, weight, positions, cos_sin, values, as_bytes, slots, tokens, cache.stride(0), eps,
+        R=cache.shape[1], D=HEAD_DIM, ROW=cache.shape[2], FAKE_QUANT=fake_quant, RECORD=record, RUN=run,
     )  # fmt: skip
