@@ -149,10 +149,11 @@ def wait_until_ready(server: Server, console: Any) -> float:
             seconds = time.monotonic() - began
             if seconds > START_SECONDS:
                 raise ServerFailedError(f"the server was not ready after {START_SECONDS} s")
-            line = next(iter(server.last_lines(1)), "")[:100]
+            # The message without vLLM's process, level, time and place.
+            line = "".join(server.last_lines(1)).rpartition("] ")[2][:80]
             status.update(f"starting, {seconds:.0f} s: {escape(line)}")
             if not console.is_terminal and seconds - shown >= 15:
-                console.print(f"  {seconds:.0f} s: {line}", highlight=False, markup=False)
+                console.print(f"  {seconds:.0f} s: {line}", highlight=False, markup=False, soft_wrap=True)
                 shown = seconds
             time.sleep(0.5)
     return time.monotonic() - began
