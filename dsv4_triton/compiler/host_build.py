@@ -26,7 +26,6 @@ _TO_LLVM_DIALECT = [
     "--linalg-generalize-named-ops",
     "--convert-linalg-to-loops",
     "--lower-affine",
-    "--arith-emulate-unsupported-floats=source-types=bf16 target-type=f32",
     "--arith-expand=include-bf16=true",
     "--canonicalize",
     "--cse",

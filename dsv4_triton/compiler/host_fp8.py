@@ -9,6 +9,7 @@ from dsv4_triton.compiler.host_fuse import PARALLEL, generic
 from dsv4_triton.compiler.mlir import Block, Builder, Module, Op, Shaped, declare_called
 
 _TYPES = {"f8E4M3FN": "e4m3", "f8E5M2": "e5m2"}
+_PRODUCTS = ("linalg.matmul", "linalg.batch_matmul")
 _PATTERN = re.compile("|".join(_TYPES))
 
 
@@ -31,7 +32,7 @@ def _element(kind: str) -> str:
 def _block(block: Block, module: Module) -> None:
     ops: list[Op] = []
     for op in block.ops:
-        for region in op.regions:
+        for region in op.regions if op.name not in _PRODUCTS else []:
             for nested in region:
                 _block(nested, module)
         builder = Builder(module, ops)
@@ -40,7 +41,7 @@ def _block(block: Block, module: Module) -> None:
             _cast(builder, op)
         elif op.name == "hfusion.cast":
             _plain_cast(builder, op)
-        elif op.name in ("linalg.matmul", "linalg.batch_matmul") and any(_element(t) in _TYPES for t in op.types):
+        elif op.name in _PRODUCTS and any(_element(t) in _TYPES for t in op.types):
             for i in range(2):
                 if _element(op.types[i]) in _TYPES:
                     wide = str(Shaped.parse(op.types[i]).of(element="f32"))  # type: ignore[union-attr]

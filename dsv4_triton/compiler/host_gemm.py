@@ -1,8 +1,9 @@
 """Matrix products as LLVM IR: `C[M,N] += A[M,K] @ B[K,N]` for the static shapes of one `tl.dot`.
 
 Operands are widened exactly to fp32 (int8 too: its sums stay below 2^24 for K <= 1024, where fp32 is exact) and multiplied
-by a register-blocked kernel with fused multiply-add. Wide products pack B into panels of NR columns; products with few rows
-(decode) read B once, as it lies in memory, whether stored [K,N] or transposed [N,K].
+by a register-blocked kernel with fused multiply-add. Wide products pack B into panels of columns; products with few rows
+(decode) read B as it lies in memory, whether stored [K,N] or transposed [N,K]. Any extents work; those that are not
+multiples of the vector length get narrower blocks for the rest.
 
 The name of a function holds its parameters, so that the IR can be made from the name alone.
 """
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 _LLVM = {"f32": "float", "bf16": "i16", "f16": "half", "i8": "i8", "i32": "i32"}
-_FEW_ROWS = 4
+_FEW_ROWS = 8
 _INT8_EXACT_K = 1024
 
 
@@ -47,8 +48,7 @@ class Gemm:
         """Whether this module covers the product; others are plain loops."""
         inputs = self.a in ("f32", "bf16", "f16") and self.b in ("f32", "bf16", "f16") and self.c == "f32"
         int8 = self.a == self.b == "i8" and self.c == "i32" and self.k <= _INT8_EXACT_K
-        powers = all(x & (x - 1) == 0 for x in (self.m, self.n, self.k))
-        return (inputs or int8) and powers
+        return inputs or int8
 
     @property
     def packs(self) -> bool:
@@ -61,6 +61,23 @@ class Gemm:
     def scratch(self) -> tuple[int, int]:
         """fp32 elements of scratch for A and for B (at least 1 each)."""
         return (1 if self.a == "f32" else self.m * self.k), (self.k * self.n if self.packs else 1)
+
+
+def _power(x: int, limit: int) -> int:
+    """The largest power of two that divides `x`, at most `limit`."""
+    return min(x & -x, limit)
+
+
+def _segments(extent: int, block: int) -> list[tuple[int, int, int]]:
+    """`extent` as (start, end, block) runs: blocks of `block`, then ever smaller powers of two."""
+    result, start = [], 0
+    while start < extent:
+        while block > extent - start:
+            block = 1 << ((extent - start).bit_length() - 1)
+        end = start + (extent - start) // block * block
+        result.append((start, end, block))
+        start = end
+    return result
 
 
 class _Writer:
@@ -81,11 +98,11 @@ class _Writer:
 
     def loop(
         self, extent: int, step: int, body: Callable[[str, list[str]], Sequence[str]],
-        carried: Sequence[str] = (), kind: str = "",
+        carried: Sequence[str] = (), kind: str = "", start: int = 0,
     ) -> list[str]:  # fmt: skip
-        """A loop over 0, step, ... below a static `extent` with carried values of one type; returns the last ones."""
-        if extent <= step:
-            return list(body("0", list(carried)))
+        """A loop over start, start + step, ... below `extent` with carried values of one type; returns the last ones."""
+        if extent <= start + step:
+            return list(body(str(start), list(carried)))
         self.count += 1
         n = self.count
         before = self.block
@@ -98,7 +115,7 @@ class _Writer:
         self.do(f"%n{n} = add nuw nsw i64 %i{n}, {step}")
         self.do(f"%m{n} = icmp ult i64 %n{n}, {extent}")
         self.do(f"br i1 %m{n}, label %l{n}, label %x{n}")
-        heads = [f"  %i{n} = phi i64 [ 0, %{before} ], [ %n{n}, %{self.block} ]"]
+        heads = [f"  %i{n} = phi i64 [ {start}, %{before} ], [ %n{n}, %{self.block} ]"]
         for name, first, result in zip(names, carried, results, strict=True):
             heads.append(f"  {name} = phi {kind} [ {first}, %{before} ], [ {result}, %{self.block} ]")
         self.lines[place:place] = heads
@@ -166,7 +183,7 @@ def emit(gemm: Gemm, lanes: int) -> str:
     w.do("%q = getelementptr float, ptr %q1, i64 %qo")
     a, a_stride = "%a", "%as"
     if gemm.a != "f32":
-        width = min(lanes, gemm.k)
+        width = _power(gemm.k, lanes)
 
         def convert(i: str, _: list[str]) -> Sequence[str]:
             def columns(k: str, _: list[str]) -> Sequence[str]:
@@ -189,51 +206,62 @@ def emit(gemm: Gemm, lanes: int) -> str:
 
 
 def _blocked(w: _Writer, gemm: Gemm, lanes: int, a: str, a_stride: str) -> None:
-    """Blocks of MR rows times NR columns held in registers over the whole K."""
-    registers = 8 if lanes < 16 else 16
-    rows = min(gemm.m, 4 if lanes < 16 else 8)
-    width = min(lanes, gemm.n)
-    vectors = max(1, min(registers // rows, gemm.n // width))
-    columns = vectors * width
-    if gemm.packs:
-        _pack(w, gemm, width, columns)
+    """Blocks of some rows times some vectors of columns, held in registers over the whole K."""
+    sums = 12 if lanes < 16 else 24
+    rows = gemm.m if gemm.m <= _FEW_ROWS else 4 if lanes < 16 else 8
+    vectors = 1 << ((sums // rows).bit_length() - 1)
+    for start, end, columns in _segments(gemm.n, lanes * vectors):
+        width = min(lanes, columns)
+        if gemm.packs:
+            _pack(w, gemm, width, columns, start, end)
+        _panels(w, gemm, a, a_stride, rows, width, columns, start, end)
+
+
+def _panels(
+    w: _Writer, gemm: Gemm, a: str, a_stride: str, rows: int, width: int, columns: int, first: int, last: int
+) -> None:  # fmt: skip
+    """Columns `first` to `last` of C, `columns` at a time."""
+    vectors = columns // width
+    kind = f"<{width} x float>"
+    unroll = _power(gemm.k, 4)
 
     def panel(j: str, _: list[str]) -> Sequence[str]:
-        def block(i: str, _: list[str]) -> Sequence[str]:
-            a_rows = [w.address(a, "float", (i, a_stride), (str(r), a_stride)) for r in range(rows)]
-            zero = "zeroinitializer"
-            start = [zero] * (rows * vectors)
-            targets = []
-            for r in range(rows):
-                row = w.address("%c", _LLVM[gemm.c], (i, "%cs"), (str(r), "%cs"), j)
-                for v in range(vectors):
-                    targets.append(w.address(row, _LLVM[gemm.c], str(v * width)))
-            if gemm.c == "f32":
-                start = [w.value(f"load <{width} x float>, ptr {t}, align 4") for t in targets]
-            kind = f"<{width} x float>"
+        for begin, end, count in _segments(gemm.m, rows):
 
-            def depth(k: str, sums: list[str]) -> Sequence[str]:
-                b = []
-                for v in range(vectors):
-                    if gemm.packs:
-                        base = w.address("%q", "float", (j, gemm.k), (k, columns), str(v * width))
-                        b.append(w.widened(base, "f32", width))
-                    else:
-                        base = w.address("%b", _LLVM[gemm.b], (k, "%bs"), j, str(v * width))
-                        b.append(w.widened(base, gemm.b, width))
-                out = []
-                for r in range(rows):
-                    x = w.splat_load(w.address(a_rows[r], "float", k), width)
-                    out += [w.fma(x, b[v], sums[r * vectors + v], width) for v in range(vectors)]
-                return out
+            def block(i: str, _: list[str], count: int = count) -> Sequence[str]:
+                a_rows = [w.address(a, "float", (i, a_stride), (str(r), a_stride)) for r in range(count)]
+                start = ["zeroinitializer"] * (count * vectors)
+                targets = []
+                for r in range(count):
+                    row = w.address("%c", _LLVM[gemm.c], (i, "%cs"), (str(r), "%cs"), j)
+                    targets += [w.address(row, _LLVM[gemm.c], str(v * width)) for v in range(vectors)]
+                if gemm.c == "f32":
+                    start = [w.value(f"load {kind}, ptr {t}, align 4") for t in targets]
 
-            _store(w, gemm, width, targets, w.loop(gemm.k, 1, depth, start, kind))
-            return ()
+                def depth(k: str, sums: list[str]) -> Sequence[str]:
+                    for u in range(unroll):
+                        b = []
+                        for v in range(vectors):
+                            if gemm.packs:
+                                base = w.address("%q", "float", (j, gemm.k), (k, columns), str(u * columns + v * width))
+                                b.append(w.widened(base, "f32", width))
+                            else:
+                                base = w.address("%b", _LLVM[gemm.b], (k, "%bs"), (str(u), "%bs"), j, str(v * width))
+                                b.append(w.widened(base, gemm.b, width))
+                        out = []
+                        for r in range(count):
+                            x = w.splat_load(w.address(a_rows[r], "float", k, str(u)), width)
+                            out += [w.fma(x, b[v], sums[r * vectors + v], width) for v in range(vectors)]
+                        sums = out
+                    return sums
 
-        w.loop(gemm.m, rows, block)
+                _store(w, gemm, width, targets, w.loop(gemm.k, unroll, depth, start, kind))
+                return ()
+
+            w.loop(end, count, block, start=begin)
         return ()
 
-    w.loop(gemm.n, columns, panel)
+    w.loop(last, columns, panel, start=first)
 
 
 def _store(w: _Writer, gemm: Gemm, width: int, targets: list[str], sums: list[str]) -> None:
@@ -247,29 +275,20 @@ def _store(w: _Writer, gemm: Gemm, width: int, targets: list[str], sums: list[st
             w.do(f"store <{width} x float> {total}, ptr {target}, align 4")
 
 
-def _pack(w: _Writer, gemm: Gemm, width: int, columns: int) -> None:
-    """B as fp32 panels: q[panel][k][column]."""
-    if not gemm.transposed:
+def _pack(w: _Writer, gemm: Gemm, width: int, columns: int, first: int, last: int) -> None:
+    """Columns `first` to `last` of B as fp32 panels: a panel that begins at column j lies at q[j * K] as [K, columns]."""
+    side = min(_power(gemm.k, 8), width)
 
-        def panel(j: str, _: list[str]) -> Sequence[str]:
-            def depth(k: str, _: list[str]) -> Sequence[str]:
-                for v in range(columns // width):
-                    source = w.address("%b", _LLVM[gemm.b], (k, "%bs"), j, str(v * width))
-                    value = w.widened(source, gemm.b, width)
-                    target = w.address("%q", "float", (j, gemm.k), (k, columns), str(v * width))
-                    w.do(f"store <{width} x float> {value}, ptr {target}, align 4")
-                return ()
-
-            w.loop(gemm.k, 1, depth)
+    def panel(j: str, _: list[str]) -> Sequence[str]:
+        def straight(k: str, _: list[str]) -> Sequence[str]:
+            for v in range(columns // width):
+                source = w.address("%b", _LLVM[gemm.b], (k, "%bs"), j, str(v * width))
+                value = w.widened(source, gemm.b, width)
+                target = w.address("%q", "float", (j, gemm.k), (k, columns), str(v * width))
+                w.do(f"store <{width} x float> {value}, ptr {target}, align 4")
             return ()
 
-        w.loop(gemm.n, columns, panel)
-        return
-
-    side = min(width, gemm.k, 8)
-
-    def panel_t(j: str, _: list[str]) -> Sequence[str]:
-        def depth(k: str, _: list[str]) -> Sequence[str]:
+        def turned(k: str, _: list[str]) -> Sequence[str]:
             for c in range(0, columns, side):
                 rows = []
                 for r in range(side):
@@ -280,10 +299,10 @@ def _pack(w: _Writer, gemm: Gemm, width: int, columns: int) -> None:
                     w.do(f"store <{side} x float> {row}, ptr {target}, align 4")
             return ()
 
-        w.loop(gemm.k, side, depth)
+        w.loop(gemm.k, side if gemm.transposed else 1, turned if gemm.transposed else straight)
         return ()
 
-    w.loop(gemm.n, columns, panel_t)
+    w.loop(last, columns, panel, start=first)
 
 
 def _transpose(w: _Writer, rows: list[str], side: int) -> list[str]:
@@ -306,33 +325,37 @@ def _transpose(w: _Writer, rows: list[str], side: int) -> list[str]:
 
 def _rows_by_dot_products(w: _Writer, gemm: Gemm, lanes: int, a: str, a_stride: str) -> None:
     """Few rows times a transposed B: both operands run along K, so each element of C is a vector dot product."""
-    width = min(lanes, gemm.k)
-    rows = gemm.m
-    columns = min(gemm.n, max(1, 8 // rows))
+    width = _power(gemm.k, lanes)
     kind = f"<{width} x float>"
+    element = _LLVM[gemm.c]
+    for first, last, rows in _segments(gemm.m, 4):
+        for begin, end, columns in _segments(gemm.n, 8 // rows):
 
-    def block(j: str, _: list[str]) -> Sequence[str]:
-        a_rows = [w.address(a, "float", (str(r), a_stride)) for r in range(rows)]
-        b_rows = [w.address("%b", _LLVM[gemm.b], (j, "%bs"), (str(c), "%bs")) for c in range(columns)]
+            def block(j: str, _: list[str], top: int, rows: int, columns: int) -> Sequence[str]:
+                a_rows = [w.address(a, "float", (str(top + r), a_stride)) for r in range(rows)]
+                b_rows = [w.address("%b", _LLVM[gemm.b], (j, "%bs"), (str(c), "%bs")) for c in range(columns)]
 
-        def depth(k: str, sums: list[str]) -> Sequence[str]:
-            x = [w.widened(w.address(p, "float", k), "f32", width) for p in a_rows]
-            y = [w.widened(w.address(p, _LLVM[gemm.b], k), gemm.b, width) for p in b_rows]
-            return [w.fma(x[r], y[c], sums[r * columns + c], width) for r in range(rows) for c in range(columns)]
+                def depth(k: str, sums: list[str]) -> Sequence[str]:
+                    x = [w.widened(w.address(p, "float", k), "f32", width) for p in a_rows]
+                    y = [w.widened(w.address(p, _LLVM[gemm.b], k), gemm.b, width) for p in b_rows]
+                    return [w.fma(x[r], y[c], sums[r * columns + c], width) for r in range(rows) for c in range(columns)]
 
-        sums = w.loop(gemm.k, width, depth, ["zeroinitializer"] * (rows * columns), kind)
-        for r in range(rows):
-            for c in range(columns):
-                total = w.value(
-                    f"call reassoc float @llvm.vector.reduce.fadd.v{width}f32(float -0.0, {kind} {sums[r * columns + c]})"
+                sums = w.loop(gemm.k, width, depth, ["zeroinitializer"] * (rows * columns), kind)
+                for r in range(rows):
+                    for c in range(columns):
+                        total = w.value(
+                            f"call reassoc float @llvm.vector.reduce.fadd.v{width}f32"
+                            f"(float -0.0, {kind} {sums[r * columns + c]})"
+                        )
+                        target = w.address("%c", element, (str(top + r), "%cs"), j, str(c))
+                        if gemm.c == "i32":
+                            total = w.value(f"fptosi float {total} to i32")
+                        old = w.value(f"load {element}, ptr {target}, align 4")
+                        new = w.value(f"{'fadd float' if gemm.c == 'f32' else 'add i32'} {old}, {total}")
+                        w.do(f"store {element} {new}, ptr {target}, align 4")
+                return ()
+
+            for top in range(first, last, rows):
+                w.loop(
+                    end, columns, lambda j, s, t=top, r=rows, c=columns: block(j, s, t, r, c), start=begin  # type: ignore[misc]
                 )
-                element = _LLVM[gemm.c]
-                target = w.address("%c", element, (str(r), "%cs"), j, str(c))
-                if gemm.c == "i32":
-                    total = w.value(f"fptosi float {total} to i32")
-                old = w.value(f"load {element}, ptr {target}, align 4")
-                new = w.value(f"{'fadd float' if gemm.c == 'f32' else 'add i32'} {old}, {total}")
-                w.do(f"store {element} {new}, ptr {target}, align 4")
-        return ()
-
-    w.loop(gemm.n, columns, block)

@@ -16,6 +16,7 @@ import tempfile
 import threading
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import count
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -27,8 +28,9 @@ ENTRY = "dsv4_run"
 ALIGNMENT = 64
 _lock = threading.Lock()
 
-# libtriton 3.2.0 prints the syntax of its own LLVM (20-dev); llvmlite 0.47 reads LLVM 20. Each row: pattern, replacement.
-_SYNTAX_FIXES: list[tuple[re.Pattern[str], str]] = []
+# Memory of i1 values as bytes: LLVM does not vectorise loads and stores of types narrower than their storage.
+_I1_LOAD = re.compile(r"^  (%(\w+)) = load i1, ptr ([^,\n]+).*$", re.MULTILINE)
+_I1_STORE = re.compile(r"^  store i1 ([^,\n]+), ptr ([^,\n]+).*$", re.MULTILINE)
 
 _SIZES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "half": 2, "bfloat": 2, "float": 4, "double": 8, "ptr": 8}
 _MALLOC = re.compile(
@@ -62,9 +64,14 @@ def to_llvm_ir(dialect_text: str, kernel_name: str) -> str:
             except RuntimeError as error:
                 raise KernelCompileError(f"kernel {kernel_name}: no LLVM IR: {error}") from error
             context.disable_multithreading()
-    for pattern, replacement in _SYNTAX_FIXES:
-        text = pattern.sub(replacement, text)
-    return text
+    text = _I1_LOAD.sub(r"  %byte\2 = load i8, ptr \3\n  \1 = trunc nuw i8 %byte\2 to i1", text)
+    counter = count()
+
+    def store(match: re.Match[str]) -> str:
+        name = f"%bit{next(counter)}"
+        return f"  {name} = zext i1 {match[1]} to i8\n  store i8 {name}, ptr {match[2]}"
+
+    return _I1_STORE.sub(store, text)
 
 
 def _slot_type(kind: str) -> str:
@@ -207,7 +214,8 @@ def compile_ir(text: str, kernel_name: str) -> bytes:
     options.loop_vectorization = True
     options.slp_vectorization = True
     options.loop_interleaving = True
-    options.loop_unrolling = os.environ.get("XU") != "0"
+    # Unrolling at every constant bound makes builds several times slower and little else faster.
+    options.loop_unrolling = False
     builder = llvm.create_pass_builder(machine, options)
     builder.getModulePassManager().run(module, builder)
     if path:

@@ -213,6 +213,12 @@ _ALIASES = {
     "tanhf": "dsv4.tanh.f32", "__hmf_tanhf": "dsv4.tanh.f32",
     "__hmf_log1pf": "log1pf", "__hmf_tanf": "tanf", "__hmf_atanf": "atanf", "__hmf_powf": "powf", "__hmf_roundf": "roundf",
 }  # fmt: skip
+# Extrema in reductions: `maxnum` only ever sees numbers there (host_tensor.py), and only so does LLVM vectorise it.
+_EXTREMA = {
+    f"dsv4.{name}.{suffix}": (f"{flags}{kind} @llvm.{name}.{suffix}", f"declare {kind} @llvm.{name}.{suffix}({kind}, {kind})")
+    for name, flags in (("maxnum", "nnan nsz "), ("minnum", "nnan nsz "), ("maximum", ""), ("minimum", ""))
+    for suffix, kind in (("f32", "float"), ("f16", "half"))
+}
 _INTRINSICS = """
 declare float @llvm.fma.f32(float, float, float)
 declare float @llvm.fabs.f32(float)
@@ -226,6 +232,10 @@ def link(text: str) -> str:
     for name, target in _ALIASES.items():
         if name in used:
             text = re.sub(rf"@{re.escape(name)}\(", f"@{target}(", text)
+    for name, (call, declaration) in _EXTREMA.items():
+        if name in used:
+            text = re.sub(rf"call \w+ @{re.escape(name)}\(", f"call {call}(", text)
+            text += declaration + "\n"
     definitions = _definitions()
     needed: list[str] = []
 

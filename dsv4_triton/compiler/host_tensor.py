@@ -9,10 +9,11 @@ from __future__ import annotations
 from dsv4_triton.compiler import host_external, host_fp8
 from dsv4_triton.compiler.frontend import KernelCompileError
 from dsv4_triton.compiler.host_fuse import PARALLEL, REDUCTION, Fuser, generic
-from dsv4_triton.compiler.mlir import Block, Builder, Module, Op, Shaped, rename
+from dsv4_triton.compiler.mlir import Block, Builder, Module, Op, Shaped, declare_called, rename
 
 _DROPPED = {"annotation.mark", "hivm.hir.sync_block_set", "hivm.hir.sync_block_wait", "hivm.hir.sync_block_all"}
 _IGNORED_CALLS = ("@triton_print", "@triton_assert")
+_BF16_AS_IS = ("arith.constant", "arith.extf", "arith.truncf", "arith.select", "arith.bitcast")
 _ARG_MODES = ('"max_with_index"', '"min_with_index"')
 _NEUTRAL = {"arith.maxnumf": ("0xFF800000", "0xFC00", "0xFF80"), "arith.minnumf": ("0x7F800000", "0x7C00", "0x7F80")}
 
@@ -26,9 +27,12 @@ def rewrite(module: Module, kernel_name: str) -> Module:
         for region in function.regions:
             for block in region:
                 _rewrite_block(block, module, definitions, kernel_name)
+        for block in [b for op in function.walk() for region in op.regions for b in region]:
+            block.ops = _bf16_in_f32(block.ops, module)
         _forbid_writes_to_shared_buffers(function)
         Fuser(module, function).run()
     _drop_unused_declarations(module)
+    declare_called(module)
     return module
 
 
@@ -64,6 +68,28 @@ def _rewrite_block(block: Block, module: Module, definitions: dict[str, Op], ker
         else:
             ops.append(op)
     block.ops = ops
+
+
+def _bf16_in_f32(ops: list[Op], module: Module) -> list[Op]:
+    """Scalar bf16 arithmetic in fp32, rounded to bf16 after every operation: LLVM for x86 would call a missing function."""
+    result: list[Op] = []
+    for op in ops:
+        arithmetic = op.name.startswith(("arith.", "math.")) and op.name not in _BF16_AS_IS
+        if not arithmetic or "bf16" not in [*op.types, *op.result_types]:
+            result.append(op)
+            continue
+        builder = Builder(module, result)
+        for i, kind in enumerate(op.types):
+            if kind == "bf16":
+                op.operands[i] = builder.op("arith.extf", [(op.operands[i], "bf16")], "f32")
+                op.types[i] = "f32"
+        result.append(op)
+        if op.result_types[0] == "bf16":
+            wide, narrow = module.fresh(), op.result
+            op.results, op.result_types = [wide], ["f32"]
+            builder.op("arith.truncf", [(wide, "f32")], "bf16")
+            builder.ops[-1].results = [narrow]
+    return result
 
 
 def _forbid_writes_to_shared_buffers(function: Op) -> None:
@@ -135,16 +161,23 @@ def _relax(op: Op, module: Module, initial: Op | None, definitions: dict[str, Op
     if combine.name in ("arith.addf", "arith.mulf"):
         combine.props["fastmath"] = "#arith.fastmath<reassoc>"
     constant = definitions.get(initial.operands[0]) if initial is not None and initial.name == "linalg.fill" else None
-    if combine.name in _NEUTRAL and constant is not None and constant.name == "arith.constant":
-        text = _NEUTRAL[combine.name][{"f32": 0, "f16": 1, "bf16": 2}.get(element, 0)]
-        if element not in ("f32", "f16", "bf16"):
-            return
-        inner = Builder(module)
-        neutral = inner.constant(text, element)
-        clean = inner.select(inner.cmp(14, value[0], value[0], element), neutral, value[0], element)
-        combine.operands = [clean, total[0]]
-        combine.props["fastmath"] = "#arith.fastmath<nnan,nsz>"
-        body.ops[:0] = inner.ops
+    inner = Builder(module)
+    if element not in ("f32", "f16"):
+        return
+    if combine.name in ("arith.maximumf", "arith.minimumf"):
+        combine.props = {"callee": f"@dsv4.{combine.name[6:-1]}.{element}"}
+        combine.name = "func.call"
+    elif combine.name in _NEUTRAL and constant is not None and constant.name == "arith.constant":
+        combine.operands = [_without_nan(inner, value[0], element, combine.name), total[0]]
+        combine.props = {"callee": f"@dsv4.{combine.name[6:-1]}.{element}"}
+        combine.name = "func.call"
+    body.ops[:0] = inner.ops
+
+
+def _without_nan(builder: Builder, value: str, element: str, name: str) -> str:
+    """`value`, with NaN replaced by the neutral element of `arith.maxnumf` or `arith.minnumf`."""
+    neutral = builder.constant(_NEUTRAL[name][{"f32": 0, "f16": 1, "bf16": 2}[element]], element)
+    return builder.select(builder.cmp(14, value, value, element), neutral, value, element)
 
 
 def _arg_reduce(builder: Builder, op: Op, source: Shaped, dims: list[int]) -> None:
@@ -185,12 +218,15 @@ def _arg_reduce(builder: Builder, op: Op, source: Shaped, dims: list[int]) -> No
         neutral = builder.constant(edge if edge < 2 ** (bits - 1) else edge - 2**bits, element)
     x, total = module.fresh(), module.fresh()
     inner = Builder(module)
-    clean = x
-    props: dict[str, str | None] = {}
     if floating:
-        clean = inner.select(inner.cmp(14, x, x, element), neutral, x, element)
-        props = {"fastmath": "#arith.fastmath<nnan,nsz>"}
-    best = inner.op(name, [(clean, element), (total, element)], element, props)
+        clean = _without_nan(inner, x, element, name)
+        callee: dict[str, str | None] = {"callee": f"@dsv4.{name[6:-1]}.{element}"}
+        known = element in ("f32", "f16")
+        best = inner.op(
+            "func.call" if known else name, [(clean, element), (total, element)], element, callee if known else {}
+        )
+    else:
+        best = inner.binary(name.removeprefix("arith."), x, total, element)
     inner.op("linalg.yield", [(best, element)])
     block = Block([(x, element), (total, element)], inner.ops)
     builder.ops.append(
