@@ -4,12 +4,15 @@
     rows[t, W + j]       = compressed row indices[t, j], or row j without indices       j < K
     bias[t, column]      = 0 where that row exists (position <= p; index >= 0; j < n_vis[t]), about -1e30 elsewhere
 
-with W = `window` rounded up to whole blocks of 32 columns. Rows that do not exist are stored as zeros and their
-sources are never used. Without indices, blocks of columns beyond n_vis[t] are left as they are; so is everything of a
-padding token but the window block's mask.
+with W = `window` rounded up to whole blocks of 32 columns. Rows that do not exist are stored as zeros and their sources
+are never used. Without indices, blocks of columns beyond n_vis[t] are left as they are; so is everything of a padding
+token but the window block.
 
-Grid: persistent over (token, block of 32 columns), vector cores only; one row DMA per row. UB: 32 rows, four buffers
-at most (166 KB for bf16). Source: attention by gather and fused row kernel, the project's design study.
+Caches hold plain rows (512 values of the output's dtype) or records of 640 bytes (`_rows`), which are decoded: exactly,
+since a product of e4m3 value and power of two fits bf16.
+
+Grid: persistent over (token, block of columns), vector cores only; one row DMA per plain row, two per record. UB: 32
+bf16 rows in at most four buffers, 166 KB. Source: gather and fused row kernel of the project's design study.
 """
 
 import torch
@@ -18,31 +21,59 @@ import triton.language as tl
 
 from dsv4_triton.device import family_of
 from dsv4_triton.kernels._checks import FLOATS, check_tensor, output
+from dsv4_triton.kernels._rows import HEAD_DIM, VALUES_AT, check_rows, dequantise_rows, is_record, record_views
 
 OP = "gather_rows"
-HEAD_DIM = 512
 BLOCK = 32
-"""Columns of one work item."""
+"""Columns are counted in blocks of this size."""
+_RECORD_BLOCK = 16
+"""Columns of one work item where rows are records: decoding needs more buffers per row."""
 
 ALL = tl.constexpr(tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _addresses(table_ptr, page_stride, at, PAGE: tl.constexpr, D: tl.constexpr):
+def _addresses(table_ptr, page_stride, at, PAGE: tl.constexpr, WIDTH: tl.constexpr):
     page = tl.maximum(tl.load(table_ptr + at // PAGE), 0)
-    return page.to(tl.int64) * page_stride + (at % PAGE) * D
+    return page.to(tl.int64) * page_stride + (at % PAGE) * WIDTH
 
 
 @triton.jit
-def _copy(cache_ptr, address, valid, whole, rows_ptr, COLS: tl.constexpr, D: tl.constexpr):
+def _copy_plain(cache_ptr, address, valid, whole, rows_ptr, COLS: tl.constexpr):
     """Copy COLS rows; only a block with holes pays for the mask."""
-    dim = tl.arange(0, D)[None, :]
-    place = tl.arange(0, COLS)[:, None] * D + dim
+    dim = tl.arange(0, 512)[None, :]
+    place = tl.arange(0, COLS)[:, None] * 512 + dim
     if whole:
         tl.store(rows_ptr + place, tl.load(cache_ptr + address[:, None] + dim))
     else:
         rows = tl.load(cache_ptr + address[:, None] + dim, mask=valid[:, None], other=0.0)
         tl.store(rows_ptr + place, rows)
+
+
+@triton.jit
+def _copy_records(bf16_ptr, byte_ptr, address, bf16_address, valid, rows_ptr, COLS: tl.constexpr):
+    """Decode COLS records: all bytes but the rotary part as one row, then the rotary part."""
+    dtype = rows_ptr.dtype.element_ty
+    dim = tl.arange(0, 512)[None, :]
+    place = tl.arange(0, COLS)[:, None] * 512
+    rows = dequantise_rows(tl.load(byte_ptr + address[:, None] + VALUES_AT + dim), COLS)
+    tl.store(rows_ptr + place + dim, tl.where(valid[:, None], rows, 0.0).to(dtype), mask=dim < 448)
+    lane = tl.arange(0, 64)[None, :]
+    rope = tl.load(bf16_ptr + bf16_address[:, None] + lane)
+    tl.store(rows_ptr + place + 448 + lane, tl.where(valid[:, None], rope.to(tl.float32), 0.0).to(dtype))
+
+
+@triton.jit
+def _copy(
+    cache_ptr, byte_ptr, table_ptr, page_stride, at, valid, whole, rows_ptr,
+    RECORD: tl.constexpr, PAGE: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    if RECORD:
+        address = _addresses(table_ptr, page_stride, at, PAGE, 640)
+        bf16_address = _addresses(table_ptr, page_stride // 2, at, PAGE, 320)
+        _copy_records(cache_ptr, byte_ptr, address, bf16_address, valid, rows_ptr, COLS)
+    else:
+        _copy_plain(cache_ptr, _addresses(table_ptr, page_stride, at, PAGE, 512), valid, whole, rows_ptr, COLS)
 
 
 @triton.jit
@@ -54,19 +85,20 @@ def _prefix_bias(j, count):
     "tokens", "table_stride", "page_stride", "cmp_table_stride", "cmp_page_stride", "window", "width", "columns",
 ])  # fmt: skip
 def _gather_rows_kernel(
-    window_ptr, window_table_ptr, cmp_ptr, cmp_table_ptr, pick_ptr, req_ptr, pos_ptr, rows_ptr, bias_ptr,
+    window_ptr, window_byte_ptr, window_table_ptr, cmp_ptr, cmp_byte_ptr, cmp_table_ptr,
+    pick_ptr, req_ptr, pos_ptr, rows_ptr, bias_ptr,
     tokens, table_stride, page_stride, cmp_table_stride, cmp_page_stride, window, width, columns,
-    SELECTED: tl.constexpr, PAGE: tl.constexpr, CMP_PAGE: tl.constexpr,
-    WINDOW_COLS: tl.constexpr, COLS: tl.constexpr, D: tl.constexpr,
+    SELECTED: tl.constexpr, RECORD: tl.constexpr, PAGE: tl.constexpr, CMP_PAGE: tl.constexpr,
+    WINDOW_COLS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """`pick_ptr` is indices [tokens, width] if SELECTED, else n_vis [tokens]."""
+    """`pick_ptr`: indices [tokens, width] if SELECTED, else n_vis [tokens]. RECORD: caches are bf16 and byte views."""
     blocks = columns // COLS
     j = tl.arange(0, COLS)
     for item in range(tl.program_id(0), tokens * blocks, tl.num_programs(0)):
         t = item // blocks
         column = item % blocks * COLS
         place = tl.cast(t, tl.int64) * columns + column
-        rows = rows_ptr + place * D
+        rows = rows_ptr + place * 512
         bias = bias_ptr + place + j
         position = tl.load(pos_ptr + t)
         req = tl.cast(tl.maximum(tl.load(req_ptr + t), 0), tl.int64)
@@ -74,24 +106,30 @@ def _gather_rows_kernel(
             start = tl.maximum(position + 1 - window, 0)
             count = position + 1 - start - column
             tl.store(bias, _prefix_bias(j, count))
-            at = tl.maximum(tl.minimum(start + column + j, position), 0)
-            address = _addresses(window_table_ptr + req * table_stride, page_stride, at, PAGE, D)
-            _copy(window_ptr, address, j < count, count >= COLS, rows, COLS, D)
+            _copy(
+                window_ptr, window_byte_ptr, window_table_ptr + req * table_stride, page_stride,
+                tl.maximum(tl.minimum(start + column + j, position), 0), j < count, count >= COLS, rows,
+                RECORD, PAGE, COLS,
+            )  # fmt: skip
         elif position >= 0:
             column -= WINDOW_COLS
             table = cmp_table_ptr + req * cmp_table_stride
             if SELECTED:
                 at = tl.load(pick_ptr + tl.cast(t, tl.int64) * width + column + j, mask=j < width - column, other=-1)
                 tl.store(bias, tl.minimum(at.to(tl.float32), 0.0, propagate_nan=ALL) * 1e30)
-                address = _addresses(table, cmp_page_stride, tl.maximum(at, 0), CMP_PAGE, D)
-                _copy(cmp_ptr, address, at >= 0, tl.min(at, axis=0) >= 0, rows, COLS, D)
+                _copy(
+                    cmp_ptr, cmp_byte_ptr, table, cmp_page_stride, tl.maximum(at, 0), at >= 0,
+                    tl.min(at, axis=0) >= 0, rows, RECORD, CMP_PAGE, COLS,
+                )  # fmt: skip
             else:
                 count = tl.load(pick_ptr + t) - column
                 if count > 0:
                     tl.store(bias, _prefix_bias(j, count))
-                    at = tl.minimum(column + j, column + count - 1)
-                    address = _addresses(table, cmp_page_stride, at, CMP_PAGE, D)
-                    _copy(cmp_ptr, address, j < count, count >= COLS, rows, COLS, D)
+                    _copy(
+                        cmp_ptr, cmp_byte_ptr, table, cmp_page_stride,
+                        tl.minimum(column + j, column + count - 1), j < count, count >= COLS, rows,
+                        RECORD, CMP_PAGE, COLS,
+                    )  # fmt: skip
 
 
 def window_columns(window: int) -> int:
@@ -113,18 +151,24 @@ def gather_rows(
     indices: torch.Tensor | None = None,
     rows: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [T, columns, 512] in the cache's dtype and their mask [T, columns] fp32.
+    """Rows [T, columns, 512] and their mask [T, columns] fp32.
 
-    `columns` is a multiple of 32 and holds the window's blocks and all `indices [T, K]` (or every n_vis). Caches
-    [blocks, rows per block, 512] bf16 or fp32, pages at any stride; tables and `indices` int32; `indices` holes are -1.
+    `columns` is a multiple of 32 and holds the window's blocks and all `indices [T, K]` (or every n_vis). Caches are
+    [blocks, rows per block, 512] bf16 or fp32, or records [blocks, rows per block, 640] uint8, pages at any stride;
+    both of one kind. `dtype` of the rows is bf16 or fp32 for records (bf16 if not given) and the
+    caches' own for plain rows. Tables and `indices` are int32; holes among the indices are -1.
     """
-    tokens, device, dtype = len(positions), positions.device, window_cache.dtype
+    tokens, device, record = len(positions), positions.device, is_record(window_cache)
+    if dtype is None:
+        dtype = torch.bfloat16 if record else window_cache.dtype
+    if dtype not in FLOATS:
+        raise TypeError(f"{OP}: dtype is {dtype}, expected torch.bfloat16 or torch.float32")
     if columns % BLOCK or columns < window_columns(window):
-        raise ValueError(
-            f"{OP}: columns is {columns}, expected a multiple of {BLOCK} of at least {window_columns(window)}"
-        )
-    check_tensor(OP, "window_cache", window_cache, (None, None, HEAD_DIM), FLOATS, device=device, layout="page")
+        need = window_columns(window)
+        raise ValueError(f"{OP}: columns is {columns}, expected a multiple of {BLOCK} of at least {need}")
+    check_rows(OP, "window_cache", window_cache, dtype, device)
     check_tensor(OP, "window_table", window_table, (None, None), torch.int32, device=device, layout="rows")
     check_tensor(OP, "token_req", token_req, (tokens,), torch.int32, device=device)
     check_tensor(OP, "positions", positions, (tokens,), torch.int32, device=device)
@@ -133,28 +177,31 @@ def gather_rows(
         cmp_cache, cmp_table = window_cache, window_table
         columns = window_columns(window)
     else:
-        check_tensor(OP, "cmp_cache", cmp_cache, (None, None, HEAD_DIM), dtype, device=device, layout="page")
+        check_rows(OP, "cmp_cache", cmp_cache, dtype, device)
+        if cmp_cache.dtype != window_cache.dtype:
+            raise TypeError(f"{OP}: cmp_cache is {cmp_cache.dtype} but window_cache is {window_cache.dtype}")
         if cmp_table is None or (indices is None) == (n_vis is None):
             raise ValueError(f"{OP}: cmp_cache needs cmp_table and either n_vis or indices")
         check_tensor(OP, "cmp_table", cmp_table, (None, None), torch.int32, device=device, layout="rows")
         if indices is not None:
             check_tensor(OP, "indices", indices, (tokens, None), torch.int32, device=device)
             pick = indices
-        else:
-            assert n_vis is not None
+        if n_vis is not None:
             check_tensor(OP, "n_vis", n_vis, (tokens,), torch.int32, device=device)
             pick = n_vis
     rows = output(OP, "rows", rows, (tokens, columns, HEAD_DIM), dtype, device)
     bias = output(OP, "bias", bias, (tokens, columns), torch.float32, device)
     if tokens == 0:
         return rows, bias
-    grid = (min(tokens * columns // BLOCK, family_of(device.type).vector_cores),)
     assert cmp_table is not None
+    block = _RECORD_BLOCK if record else BLOCK
+    grid = (min(tokens * columns // block, family_of(device.type).vector_cores),)
     _gather_rows_kernel[grid](
-        window_cache, window_table, cmp_cache, cmp_table, pick, token_req, positions, rows, bias,
+        *record_views(window_cache), window_table, *record_views(cmp_cache), cmp_table,
+        pick, token_req, positions, rows, bias,
         tokens, window_table.stride(0), window_cache.stride(0), cmp_table.stride(0), cmp_cache.stride(0),
         window, 0 if indices is None else indices.shape[1], columns,
-        SELECTED=indices is not None, PAGE=window_cache.shape[1], CMP_PAGE=cmp_cache.shape[1],
-        WINDOW_COLS=window_columns(window), COLS=BLOCK, D=HEAD_DIM,
+        SELECTED=indices is not None, RECORD=record, PAGE=window_cache.shape[1], CMP_PAGE=cmp_cache.shape[1],
+        WINDOW_COLS=window_columns(window), COLS=block,
     )  # fmt: skip
     return rows, bias

@@ -13,8 +13,8 @@ Two routes, by the shape of the caches:
 * pages: tiles are pages, read in place. Window alone in one launch; with dense compressed rows the window, and chunks
   of four pages, give partial results that a third launch merges with the sink.
 * rows: `gather_rows` copies what a token attends, then one launch attends it with a single softmax; dense sets longer
-  than a chunk give partial results that are merged. Used for selected rows and for pages that are too small or too
-  large for a tile.
+  than a chunk give partial results that are merged. Used for selected rows, for records (uint8, decoded on the way)
+  and for pages that are too small or too large for a tile.
 
 Cube and vector cores; grids are persistent. On-chip sizes: `_attend.py`, `gather_rows.py`. Formula: official
 inference code.
@@ -30,8 +30,9 @@ import torch
 from dsv4_triton.device import Family, family_of
 from dsv4_triton.kernels import _attend
 from dsv4_triton.kernels._checks import FLOATS, check_tensor, output
+from dsv4_triton.kernels._rows import HEAD_DIM, check_rows, is_record
 from dsv4_triton.kernels._tiling import next_power_of_2
-from dsv4_triton.kernels.gather_rows import BLOCK, HEAD_DIM, gather_rows, window_columns
+from dsv4_triton.kernels.gather_rows import BLOCK, gather_rows, window_columns
 
 OP = "sparse_attention"
 MAX_TILES = 4
@@ -75,6 +76,11 @@ def tiling(limits: Limits, heads: int, tiles: int, rows: int) -> Tiling:
 
 def _up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
+
+
+def _bucket(dense: int) -> int:
+    """Columns for up to `dense` rows: few different sizes, so that few kernels are compiled while contexts grow."""
+    return 0 if dense == 0 else max(BLOCK, next_power_of_2(dense)) if dense <= 512 else _up(dense, 512)
 
 
 def _is_tile(page: int) -> bool:
@@ -174,7 +180,8 @@ def _by_pages(
     if cmp_cache is None:
         tokens.attend(_attend.WINDOW, shape, family.cube_cores, window_cache, table=window_table)
         return
-    cmp_shape = tiling(limits, heads, MAX_TILES, cmp_cache.shape[1])
+    cmp_tiles = min(MAX_TILES, next_power_of_2(-(-dense // cmp_cache.shape[1])))
+    cmp_shape = tiling(limits, heads, cmp_tiles, cmp_cache.shape[1])
     chunk = cmp_shape.TILES * cmp_shape.ROWS
     slots = 1 + -(-dense // chunk)
     for run in tokens.runs(SCRATCH_BYTES // (slots * heads * HEAD_DIM * 4)):
@@ -200,7 +207,7 @@ def _by_rows(
     limits = _LIMITS.get(family.name, Limits())
     base = window_columns(tokens.window)
     counted = tokens.n_vis is not None
-    columns = base + _up(dense, BLOCK)
+    columns = base + _bucket(dense)
     if tokens.indices is not None:
         base = columns = base + _up(tokens.indices.shape[1], BLOCK)
     tiles = limits.gathered_tiles
@@ -211,7 +218,7 @@ def _by_rows(
     for run in tokens.runs(SCRATCH_BYTES // (columns * HEAD_DIM * tokens.q.element_size())):
         rows, bias = gather_rows(
             window_cache, window_table, run.token_req, run.positions, window=run.window, columns=columns,
-            cmp_cache=cmp_cache, cmp_table=cmp_table, n_vis=run.n_vis, indices=run.indices,
+            cmp_cache=cmp_cache, cmp_table=cmp_table, n_vis=run.n_vis, indices=run.indices, dtype=run.q.dtype,
         )  # fmt: skip
         partial = None if final else Partial(run, -(-columns // chunk))
         run.attend(
@@ -257,7 +264,7 @@ def sparse_attention(
         raise ValueError(f"{OP}: q has {heads} heads, expected 1 to 128")
     if not 1 <= window <= 128:
         raise ValueError(f"{OP}: window is {window}, expected 1 to 128")
-    check_tensor(OP, "window_cache", window_cache, (None, None, HEAD_DIM), q.dtype, device=device, layout="page")
+    check_rows(OP, "window_cache", window_cache, q.dtype, device)
     check_tensor(OP, "window_table", window_table, (None, None), torch.int32, device=device, layout="rows")
     check_tensor(OP, "sink", sink, (heads,), torch.float32, device=device)
     check_tensor(OP, "token_req", token_req, (count,), torch.int32, device=device)
@@ -267,7 +274,7 @@ def sparse_attention(
         if not (cmp_table is n_vis is indices is None):
             raise ValueError(f"{OP}: cmp_table, n_vis and indices need cmp_cache")
     else:
-        check_tensor(OP, "cmp_cache", cmp_cache, (None, None, HEAD_DIM), q.dtype, device=device, layout="page")
+        check_rows(OP, "cmp_cache", cmp_cache, q.dtype, device)
         if cmp_table is None or (indices is None) == (n_vis is None):
             raise ValueError(f"{OP}: cmp_cache needs cmp_table and exactly one of n_vis and indices")
         check_tensor(OP, "cmp_table", cmp_table, (None, None), torch.int32, device=device, layout="rows")
@@ -286,6 +293,7 @@ def sparse_attention(
     tokens = _Tokens(q, token_req, positions, n_vis, indices, out, sink, scale, window)
     page = window_cache.shape[1]
     by_pages = _is_tile(page) and _page_tiles(window, page) <= MAX_TILES and indices is None
+    by_pages &= not is_record(window_cache)
     if cmp_cache is not None:
         by_pages &= _is_tile(cmp_cache.shape[1])
     route = _by_pages if by_pages else _by_rows

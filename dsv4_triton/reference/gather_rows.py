@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from dsv4_triton.reference.rows import is_record, unpack
+
 BLOCK = 32
 MASKED = -1e30
 
@@ -22,11 +24,15 @@ def gather_rows(
     indices: torch.Tensor | None = None,
     rows: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [T, columns, 512] and mask [T, columns]: 0 where a row exists, -1e30 and a zero row elsewhere."""
     tokens = len(positions)
-    shape = (tokens, columns, window_cache.shape[-1])
-    rows = window_cache.new_empty(shape) if rows is None else rows
+    if is_record(window_cache):
+        dtype = dtype or torch.bfloat16
+        window_cache = unpack(window_cache)
+        cmp_cache = None if cmp_cache is None else unpack(cmp_cache)
+    rows = torch.empty(tokens, columns, 512, dtype=dtype or window_cache.dtype) if rows is None else rows
     bias = torch.empty(tokens, columns) if bias is None else bias
     rows.zero_()
     bias.fill_(MASKED)

@@ -8,14 +8,17 @@ compressed rows:
     Z   = sum_s exp(a_s - M) + exp(sink[h] - M)
     out[t, h] = sum_s round(exp(a_s - M)) * k_s / Z
 
-A row is key and value at once. `round` is the cast to bf16 for bf16 rows and nothing for fp32 rows; Z sums the
-unrounded terms. The window and the compressed set overlap on purpose: a position may be attended raw and compressed.
-Source: the official inference code, restated in the model specification (scores and softmax; which keys).
+A row is key and value at once. `round` is the cast to q's dtype (nothing for fp32); Z sums the unrounded terms. Rows
+may be records (uint8), which are decoded. The window and the compressed set overlap on purpose: a position may be
+attended raw and compressed. Source: the official inference code, restated in the model specification (scores and
+softmax; which keys).
 """
 
 from __future__ import annotations
 
 import torch
+
+from dsv4_triton.reference.rows import loaded
 
 HEAD_DIM = 512
 _TOKENS_PER_CHUNK = 16
@@ -62,7 +65,7 @@ def sparse_attention(
                 chosen = at < n_vis[chunk, None]
             extra, extra_valid = _rows(cmp_cache, cmp_table, req, at, chosen & (p >= 0)[:, None])
             rows, valid = torch.cat((rows, extra), 1), torch.cat((valid, extra_valid), 1)
-        rounding = torch.bfloat16 if window_cache.dtype != torch.float32 else torch.float32
+        rounding = q.dtype
         scores = torch.einsum("thd,tsd->ths", q[chunk].float(), rows) * scale
         scores = scores.masked_fill(~valid[:, None], float("-inf"))
         top = torch.maximum(scores.amax(-1), sink.float())[..., None]
@@ -81,5 +84,5 @@ def _rows(
     per_page = cache.shape[1]
     safe = torch.where(valid, at, 0)
     page = table[req[:, None], safe // per_page].long()
-    rows = cache[torch.where(valid, page, 0), safe % per_page].float()
+    rows = loaded(cache[torch.where(valid, page, 0), safe % per_page])
     return torch.where(valid[..., None], rows, 0.0), valid

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dsv4_triton.reference.rows import pack
 from tests.numeric import poisoned
 
 DIM = 512
@@ -28,18 +29,22 @@ class Case:
     window: int = 128
     gap: int = 0
     """Values between two pages of a cache."""
+    record: bool = False
 
     def __str__(self) -> str:
         return (
             f"{self.compressed}-{'_'.join(str(len(r)) for r in self.requests)}t-h{self.heads}"
             f"-{str(self.dtype)[6:]}-page{self.page}.{self.cmp_page}-r{self.ratio}"
+            f"{'-record' * self.record}"
         )
 
     def visible(self, position: int) -> int:
         return (position + 1) // self.ratio
 
 
-def paged(rows: list[torch.Tensor], page: int, dtype: torch.dtype, gap: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def paged(
+    rows: list[torch.Tensor], page: int, dtype: torch.dtype, gap: int = 0, record_rows: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Cache and table that hold rows[b][i] as row i of request b; rows that are NaN stay as they are.
 
     Pages are in random order, block 0 is nobody's, table entries that no row needs are -1, and `gap` values of NaN lie
@@ -48,15 +53,19 @@ def paged(rows: list[torch.Tensor], page: int, dtype: torch.dtype, gap: int = 0)
     needed = [-(-len(r) // page) for r in rows]
     width = max(1, *needed) + 1
     order = torch.randperm(sum(needed)) + 1
-    storage = poisoned((sum(needed) + 1, page * DIM + gap), dtype)
-    cache = storage[:, : page * DIM].unflatten(1, (page, DIM))
+    wide = 640 if record_rows else DIM
+    storage = poisoned((sum(needed) + 1, page * wide + gap), dtype)
+    if record_rows:
+        storage = torch.full_like(storage, 0xFF, dtype=torch.uint8)
+    cache = storage[:, : page * wide].unflatten(1, (page, wide))
     table = torch.full((len(rows), width), -1, dtype=torch.int32)
     for b, own in enumerate(rows):
         for i in range(needed[b]):
             block, order = int(order[0]), order[1:]
             table[b, i] = block
             part = own[i * page : (i + 1) * page]
-            cache[block, : len(part)] = part.to(dtype)
+            there = ~torch.isnan(part[:, 0])
+            cache[block, : len(part)][there] = pack(part[there]) if record_rows else part[there].to(dtype)
     return cache, table
 
 
@@ -95,13 +104,13 @@ def build(case: Case) -> Inputs:
             rows[first : p + 1][absent] = torch.randn(int(absent.sum()), DIM)
         window_rows.append(rows)
         entries.append(torch.randn(max((case.visible(p) for p in live), default=0), DIM))
-    window_cache, window_table = paged(window_rows, case.page, case.dtype, case.gap)
+    window_cache, window_table = paged(window_rows, case.page, case.dtype, case.gap, case.record)
     heads = case.heads
     sink = torch.randn(heads) if case.sink is None else torch.full((heads,), case.sink)
     q = (2 * torch.randn(len(positions), heads, DIM)).to(case.dtype)
     compressed: dict[str, torch.Tensor] = {}
     if case.compressed != "none":
-        cache, table = paged(entries, case.cmp_page, case.dtype, case.gap)
+        cache, table = paged(entries, case.cmp_page, case.dtype, case.gap, case.record)
         compressed = {"cmp_cache": cache, "cmp_table": table}
         visible = [case.visible(p) for p in positions]
         if case.compressed == "dense":

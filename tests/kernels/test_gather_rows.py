@@ -16,6 +16,8 @@ CASES = [
     Case(MIXED, compressed="dense", ratio=4, gap=32),
     Case((EDGES, (900,)), compressed="dense", ratio=16, cmp_page=2, dtype=torch.bfloat16),
     Case((EDGES,), window=17, page=16),
+    Case((EDGES,), compressed="holes", record=True, gap=64),
+    Case((EDGES,), compressed="dense", ratio=128, cmp_page=2, record=True, dtype=torch.bfloat16),
 ]
 
 
@@ -26,7 +28,7 @@ def test_equals_reference(case):
     width = {"selected": case.topk, "holes": case.topk, "none": 0}.get(case.compressed, 256)
     columns = first + -(-width // 32) * 32
     caches = inputs.window_cache, inputs.window_table, inputs.token_req, inputs.positions
-    arguments = dict(window=case.window, columns=columns, **inputs.compressed)
+    arguments = dict(window=case.window, columns=columns, dtype=case.dtype, **inputs.compressed)
     want, want_bias = reference(*caches, **arguments)
     rows = poisoned((len(inputs.q), columns, DIM), case.dtype)
     bias = poisoned((len(inputs.q), columns), torch.float32)
@@ -34,7 +36,8 @@ def test_equals_reference(case):
     for t, position in enumerate(inputs.positions.tolist()):
         live = columns
         if case.compressed == "dense":
-            live = first + -(-case.visible(position) // 32) * 32
+            block = 16 if case.record else 32
+            live = first + -(-case.visible(position) // block) * block
         if position < 0:
             live = first
         assert_equal(rows[t, :live], want[t, :live], f"rows of token {t}")

@@ -40,6 +40,8 @@ CASES = [
     Case(((-1, -1, -1),), compressed="selected"),
     Case(((-1, -1),), compressed="dense", ratio=128, cmp_page=2),
     Case(((-1,),)),
+    Case(MIXED, compressed="holes", record=True),
+    Case(MIXED, compressed="dense", record=True, dtype=BF16),
 ]
 
 
