@@ -21,7 +21,7 @@ from typing import Any
 
 import llvmlite.binding as llvm
 
-from dsv4_triton.compiler import host_gemm, host_math
+from dsv4_triton.compiler import host_atomic, host_gemm, host_math
 from dsv4_triton.compiler.frontend import KernelCompileError
 
 ENTRY = "dsv4_run"
@@ -180,16 +180,20 @@ def vector_lanes() -> int:
 def _link_runtime(text: str) -> str:
     """Replace declarations of this package's runtime functions by their definitions."""
     definitions = []
+    products = False
 
     def define(match: re.Match[str]) -> str:
+        nonlocal products
         gemm = host_gemm.Gemm.of(match[1])
-        if gemm is None:
+        definition = host_gemm.emit(gemm, vector_lanes()) if gemm is not None else host_atomic.emit(match[1])
+        if definition is None:
             return match[0]
-        definitions.append(host_gemm.emit(gemm, vector_lanes()))
+        products |= gemm is not None
+        definitions.append(definition)
         return ""
 
-    text = re.sub(r"^declare void @(dsv4\.gemm\.[\w.]+)\(.*\)$", define, text, flags=re.MULTILINE)
-    if definitions:
+    text = re.sub(r"^declare [^@\n]*@(dsv4\.[\w.]+)\(.*\).*$", define, text, flags=re.MULTILINE)
+    if products:
         for width in (1, 2, 4, 8, 16):
             kind = f"<{width} x float>"
             definitions.append(f"declare {kind} @llvm.fma.v{width}f32({kind}, {kind}, {kind})\n")

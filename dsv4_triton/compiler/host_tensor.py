@@ -6,7 +6,7 @@ vectorisable ones, and elementwise operations are fused (host_fuse.py).
 
 from __future__ import annotations
 
-from dsv4_triton.compiler import host_external, host_fp8
+from dsv4_triton.compiler import host_atomic, host_external, host_fp8
 from dsv4_triton.compiler.frontend import KernelCompileError
 from dsv4_triton.compiler.host_fuse import PARALLEL, REDUCTION, Fuser, generic
 from dsv4_triton.compiler.mlir import Block, Builder, Module, Op, Shaped, declare_called, rename
@@ -47,6 +47,7 @@ def _name_results(function: Op, module: Module) -> None:
 
 
 def _rewrite_block(block: Block, module: Module, definitions: dict[str, Op], kernel_name: str) -> None:
+    host_atomic.rewrite_block(block, module, kernel_name)
     ops: list[Op] = []
     for op in block.ops:
         for region in op.regions:
