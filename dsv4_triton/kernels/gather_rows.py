@@ -11,7 +11,7 @@ token but the window block.
 Caches hold plain rows (512 values of the output's dtype) or records of 640 bytes (`_rows`), which are decoded: exactly,
 since a product of e4m3 value and power of two fits bf16.
 
-Grid: persistent over (token, block of columns), vector cores only; one row DMA per plain row, two per record. UB: 32
+Grid: persistent over (token, block of columns), vector cores only; one row DMA per plain row, three per record. UB: 32
 bf16 rows in at most four buffers, 166 KB. Source: gather and fused row kernel of the project's design study.
 """
 
@@ -21,7 +21,15 @@ import triton.language as tl
 
 from dsv4_triton.device import family_of
 from dsv4_triton.kernels._checks import FLOATS, check_tensor, output
-from dsv4_triton.kernels._rows import HEAD_DIM, VALUES_AT, check_rows, dequantise_rows, is_record, record_views
+from dsv4_triton.kernels._rows import (
+    HEAD_DIM,
+    TAIL_AT,
+    VALUES_AT,
+    check_rows,
+    dequantise_rows,
+    is_record,
+    record_views,
+)
 
 OP = "gather_rows"
 BLOCK = 32
@@ -52,13 +60,14 @@ def _copy_plain(cache_ptr, address, valid, whole, rows_ptr, COLS: tl.constexpr):
 
 @triton.jit
 def _copy_records(bf16_ptr, byte_ptr, address, bf16_address, valid, rows_ptr, COLS: tl.constexpr):
-    """Decode COLS records: all bytes but the rotary part as one row, then the rotary part."""
+    """Decode COLS records: all but the rotary part at once, then the rotary part."""
     dtype = rows_ptr.dtype.element_ty
     dim = tl.arange(0, 512)[None, :]
     place = tl.arange(0, COLS)[:, None] * 512
-    rows = dequantise_rows(tl.load(byte_ptr + address[:, None] + VALUES_AT + dim), COLS)
-    tl.store(rows_ptr + place + dim, tl.where(valid[:, None], rows, 0.0).to(dtype), mask=dim < 448)
     lane = tl.arange(0, 64)[None, :]
+    tail = tl.load(byte_ptr + address[:, None] + TAIL_AT + lane)
+    rows = dequantise_rows(tl.load(byte_ptr + address[:, None] + VALUES_AT + dim), tail, COLS)
+    tl.store(rows_ptr + place + dim, tl.where(valid[:, None], rows, 0.0).to(dtype), mask=dim < 448)
     rope = tl.load(bf16_ptr + bf16_address[:, None] + lane)
     tl.store(rows_ptr + place + 448 + lane, tl.where(valid[:, None], rope.to(tl.float32), 0.0).to(dtype))
 
