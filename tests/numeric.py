@@ -15,8 +15,13 @@ def poisoned(shape, dtype: torch.dtype) -> torch.Tensor:
     return tensor.fill_(POISON[dtype.is_floating_point])
 
 
-def assert_close(actual: torch.Tensor, expected: torch.Tensor, *, rtol: float, atol: float, what: str = "result") -> None:
-    """Non-finite values must agree in kind and place; the rest within `atol + rtol * |expected|`. Says where it is worst."""
+def assert_close(
+    actual: torch.Tensor, expected: torch.Tensor, *, rtol: float, atol: float, what: str = "result"
+) -> None:
+    """Non-finite values must agree in kind and place; the rest within `atol + rtol * |expected|`.
+
+    A failure says where it is worst.
+    """
     assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
     assert actual.dtype == expected.dtype, f"{what}: dtype {actual.dtype}, expected {expected.dtype}"
     if actual.numel() == 0:
@@ -49,3 +54,18 @@ def assert_equal(actual: torch.Tensor, expected: torch.Tensor, what: str = "resu
             f"{what}: element {first} (flat) is {actual.reshape(-1)[first]}, expected {expected.reshape(-1)[first]}; "
             f"{len(wrong)} bytes differ"
         )
+
+
+class Guarded:
+    """Memory for an output between two poisoned margins: `out` starts as poison, `assert_margins` finds writes beside it."""
+
+    MARGIN = 64
+
+    def __init__(self, shape, dtype: torch.dtype) -> None:
+        size = torch.Size(shape).numel()
+        self._memory = poisoned((size + 2 * self.MARGIN,), dtype)
+        self.out = self._memory[self.MARGIN : self.MARGIN + size].view(shape)
+
+    def assert_margins(self, what: str = "output") -> None:
+        for margin, side in ((self._memory[: self.MARGIN], "before"), (self._memory[-self.MARGIN :], "after")):
+            assert_equal(margin, poisoned((self.MARGIN,), margin.dtype), f"memory {side} {what}")

@@ -80,7 +80,7 @@ def mix_row(part_ptr, row, first, slices, TP, N: tl.constexpr, P: tl.constexpr, 
 
 
 @triton.jit
-def inverse_rms(gram_ptr, first, slices, TP, eps, K: tl.constexpr, BT: tl.constexpr, LANES: tl.constexpr):
+def inverse_rms(gram_ptr, first, slices, TP, BT, eps, K: tl.constexpr, LANES: tl.constexpr):
     """`rsqrt(mean(F^2) + eps)` [LANES] of the tokens from `first` on, from the diagonal of the gram matrices."""
     lane = tl.arange(0, LANES)
     diagonal = lane[:, None] == lane[None, :]

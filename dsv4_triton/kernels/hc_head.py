@@ -16,7 +16,7 @@ from dsv4_triton.kernels._checks import FLOATS, check_tensor, output
 from dsv4_triton.kernels._hc import LANES, collapse_token, gate, inverse_rms, mix, tokens_per_program
 
 
-@triton.jit(do_not_specialize=["T", "TP", "slices"])
+@triton.jit(do_not_specialize=["T", "TP", "BT", "slices", "tokens"])
 def _hc_head_finish_kernel(
     x_ptr,
     part_ptr,
@@ -27,23 +27,23 @@ def _hc_head_finish_kernel(
     out_ptr,
     T,
     TP,
+    BT,
     slices,
+    tokens,
     norm_eps,
     hc_eps,
     D: tl.constexpr,
     BD: tl.constexpr,
     P: tl.constexpr,
-    BT: tl.constexpr,
-    NTOK: tl.constexpr,
     LANES: tl.constexpr,
 ):
     four = tl.arange(0, 4)
     lane = tl.arange(0, LANES)
-    for item in range(tl.program_id(0), tl.cdiv(T, NTOK), tl.num_programs(0)):
-        first = item * NTOK // LANES * LANES
-        rms = inverse_rms(gram_ptr, first, slices, TP, norm_eps, 4 * D, BT, LANES)
+    for item in range(tl.program_id(0), tl.cdiv(T, tokens), tl.num_programs(0)):
+        first = item * tokens // LANES * LANES
+        rms = inverse_rms(gram_ptr, first, slices, TP, BT, norm_eps, 4 * D, LANES)
         pre = gate(part_ptr, base_ptr, tl.load(scale_ptr), rms, four, first, slices, TP, 4, P, LANES) + hc_eps
-        for t in range(item * NTOK, tl.minimum(item * NTOK + NTOK, T)):
+        for t in range(item * tokens, tl.minimum(item * tokens + tokens, T)):
             here = (lane == t - first)[None, :]
             collapse_token(x_ptr, norm_ptr, out_ptr, t, pre, here, norm_eps, D, BD)
 
@@ -90,14 +90,14 @@ def hc_head(
         out,
         T,
         part.shape[2],
+        gram.shape[2],
         part.shape[0],
+        tokens,
         norm_eps,
         hc_eps,
         D=D,
         BD=D,
         P=fn_parts.shape[0],
-        BT=gram.shape[2],
-        NTOK=tokens,
         LANES=LANES,
     )
     return out

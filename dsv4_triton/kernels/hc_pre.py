@@ -8,7 +8,7 @@
 
 Two kernels: the mixing product (`_hc.py`) and this file's finish. x, y bf16 or fp32 [T, 4, D] and [T, D]; fn as parts
 in x's dtype; scale, base, post, comb fp32. Everything is fp32; y is rounded once to x's dtype before the norm and
-once after. Finish: vector cores; a persistent loop over runs of NTOK tokens; the gates and Sinkhorn of the 16 tokens
+once after. Finish: vector cores; a persistent loop over runs of tokens; the gates and Sinkhorn of the 16 tokens
 around them are tiles [4, 16] and [4, 4, 16], then one row of D per token. UB: about 5 fp32 rows of D. Source of the
 formula: `hc_pre` and `hc_split_sinkhorn` of the official DeepSeek inference code; the split of fn in bf16 parts is
 ours.
@@ -51,7 +51,7 @@ def _sinkhorn(c, eps, ITERS: tl.constexpr):
     return c
 
 
-@triton.jit(do_not_specialize=["T", "TP", "slices"])
+@triton.jit(do_not_specialize=["T", "TP", "BT", "slices", "tokens"])
 def _hc_pre_finish_kernel(
     x_ptr,
     part_ptr,
@@ -64,29 +64,29 @@ def _hc_pre_finish_kernel(
     comb_ptr,
     T,
     TP,
+    BT,
     slices,
+    tokens,
     norm_eps,
     hc_eps,
     D: tl.constexpr,
     BD: tl.constexpr,
     P: tl.constexpr,
-    BT: tl.constexpr,
-    NTOK: tl.constexpr,
     ITERS: tl.constexpr,
     LANES: tl.constexpr,
 ):
     four = tl.arange(0, 4)
     lane = tl.arange(0, LANES)
-    for item in range(tl.program_id(0), tl.cdiv(T, NTOK), tl.num_programs(0)):
-        first = item * NTOK // LANES * LANES
-        rms = inverse_rms(gram_ptr, first, slices, TP, norm_eps, 4 * D, BT, LANES)
+    for item in range(tl.program_id(0), tl.cdiv(T, tokens), tl.num_programs(0)):
+        first = item * tokens // LANES * LANES
+        rms = inverse_rms(gram_ptr, first, slices, TP, BT, norm_eps, 4 * D, LANES)
         pre = gate(part_ptr, base_ptr, tl.load(scale_ptr), rms, four, first, slices, TP, 24, P, LANES) + hc_eps
         post = 2.0 * gate(part_ptr, base_ptr, tl.load(scale_ptr + 1), rms, 4 + four, first, slices, TP, 24, P, LANES)
         row = 8 + tl.arange(0, 16)
         logits = mix_row(part_ptr, row, first, slices, TP, 24, P, LANES) * rms[None, :]
         logits = logits * tl.load(scale_ptr + 2) + tl.load(base_ptr + row)[:, None]
         comb = tl.reshape(_sinkhorn(tl.reshape(logits, (4, 4, LANES)), hc_eps, ITERS), (16, LANES))
-        for t in range(item * NTOK, tl.minimum(item * NTOK + NTOK, T)):
+        for t in range(item * tokens, tl.minimum(item * tokens + tokens, T)):
             here = (lane == t - first)[None, :]
             collapse_token(x_ptr, norm_ptr, y_ptr, t, pre, here, norm_eps, D, BD)
             tl.store(post_ptr + t * 4 + four, tl.sum(tl.where(here, post, 0.0), axis=1))
@@ -145,14 +145,14 @@ def hc_pre(
         comb,
         T,
         part.shape[2],
+        gram.shape[2],
         part.shape[0],
+        tokens,
         norm_eps,
         hc_eps,
         D=D,
         BD=D,
         P=fn_parts.shape[0],
-        BT=gram.shape[2],
-        NTOK=tokens,
         ITERS=sinkhorn_iters,
         LANES=LANES,
     )
