@@ -55,13 +55,15 @@ class Request:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("ratio", "dim"), KINDS)
-@pytest.mark.parametrize("fake_quant", [False, True])
+@pytest.mark.parametrize(
+    ("ratio", "dim", "dtype", "fake_quant"),
+    [
+        *((ratio, dim, torch.float32, False) for ratio, dim in KINDS),
+        *((ratio, dim, torch.bfloat16, dim == 512) for ratio, dim in KINDS),
+    ],
+)
 def test_mixed_requests_into_the_cache(ratio: int, dim: int, dtype: torch.dtype, fake_quant: bool) -> None:
     """Three requests interleaved, one of them just started, padding between; pages and gaps are poisoned."""
-    if fake_quant and dim == 128:
-        pytest.skip("indexer keys take no fp8 simulation")
     tokens = 2 * ratio + 3
     request = Request(ratio, dim, tokens, rows=8, requests=3)
     positions = torch.arange(tokens, dtype=torch.int32).repeat(3)
@@ -90,7 +92,7 @@ def test_mixed_requests_into_the_cache(ratio: int, dim: int, dtype: torch.dtype,
 def test_worked_example(op) -> None:
     """Features alternate between the example's rows and a constant 1, which the norm turns into a ratio to read."""
     tokens, dim = 9, 512
-    request = Request(4, dim, tokens, rows=4)
+    request = Request(4, dim, tokens, rows=8)
     u = torch.ones(tokens, 2 * dim)
     number = torch.arange(1.0, tokens + 1)[:, None]
     u[:, 0:dim:2], u[:, dim::2] = number, 10 * number
@@ -126,7 +128,7 @@ def test_entry_is_rotated_for_the_first_token_of_its_window(op, ratio: int, posi
 
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -1e30, 1e30])
-@pytest.mark.parametrize("rows", [1, 2, 4, 8])
+@pytest.mark.parametrize("rows", [1, 2, 8])
 def test_first_entry_ignores_what_a_reused_page_holds(garbage: float, rows: int) -> None:
     """The first entry of c4 has four rows, not eight; block 0 and whatever stands before row 0 are garbage."""
     request = Request(4, 128, 4, rows=rows)
@@ -163,15 +165,15 @@ def test_any_chunking_gives_the_one_shot_entries(ratio: int, dim: int, rows: int
     positions, req = torch.arange(tokens, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int32)
     request = Request(ratio, dim, tokens, rows)
     entries = -(-tokens // ratio)
-    table = shuffled_table(1, entries)
+    table = shuffled_table(1, -(-entries // 2))
 
     def run(bounds: list[int]) -> torch.Tensor:
         request.state.fill_(float("nan"))
-        cache = pages(entries + 1, 1, dim, torch.bfloat16)
+        cache = pages(table.numel() + 1, 2, dim, torch.bfloat16)
         for start, end in itertools.pairwise(bounds):
             part = slice(start, end)
             request.insert(proj[part], positions[part], req[part])
-            slots = request.closing(positions[part], req[part], table, rows=1)
+            slots = request.closing(positions[part], req[part], table, rows=2)
             request.fold(compressor_fold, positions[part], req[part], slots, cache=cache, fake_quant=dim == 512)
         return whole(cache)
 
@@ -202,7 +204,7 @@ def test_rejected_draft_rows_are_overwritten() -> None:
 
 def test_extreme_logits() -> None:
     """Gates of +-1e4 make the softmax a choice of one row; nothing overflows."""
-    request = Request(128, 512, 128, rows=32)
+    request = Request(128, 512, 128, rows=8)
     proj = torch.randn(128, 1024)
     proj[:, 512:] *= 1e4
     request.insert(proj, torch.arange(128, dtype=torch.int32), torch.zeros(128, dtype=torch.int32))
