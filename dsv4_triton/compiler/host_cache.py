@@ -58,11 +58,13 @@ def key(kernel: Any, signature: Signature, slots: dict[str, int]) -> str:
 
 
 def _path(digest: str) -> Path:
+    if not digest.isalnum():
+        digest = hashlib.sha256(f"{_toolchain()}{digest}".encode()).hexdigest()
     return directory() / "host" / digest[:2] / f"{digest}.bin"
 
 
 def load(digest: str) -> host_llvm.HostObject | None:
-    """The cached object, or None where there is none or it is damaged."""
+    """The object cached under a key of `key` (or under a plain name), or None where there is none or it is damaged."""
     try:
         data = _path(digest).read_bytes()
     except OSError:

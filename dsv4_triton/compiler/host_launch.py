@@ -40,7 +40,10 @@ class HostKernel:
         self.key = key
         self.pack = pack
         self.entry: Any = None
+        self.address = 0
         self.arena_bytes = 0
+        # A running estimate of one program's time; the start makes the first launch a parallel one.
+        self.program_ns = 1e5
 
 
 class Launcher:
@@ -226,7 +229,7 @@ class Launcher:
                 if missing:
                     raise KernelCompileError(f"{error}\n(arguments that are None: {', '.join(missing)})") from error
                 raise
-            compiled.entry = host_runtime.load(code)
+            compiled.entry, compiled.address = host_runtime.load(code)
             compiled.arena_bytes = code.arena_bytes
             self.cache[key] = compiled
             return compiled

@@ -1,36 +1,53 @@
-"""Loading object code into the process and running ranges of program instances."""
+"""Loading object code into the process and running grids of program instances."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
-from typing import Any
+import time
+from typing import TYPE_CHECKING, Any
 
 import llvmlite.binding as llvm
 
+from dsv4_triton.compiler import host_cache, host_pool
 from dsv4_triton.compiler.host_llvm import ALIGNMENT, HostObject, target_machine
 
+if TYPE_CHECKING:
+    from dsv4_triton.compiler.host_launch import HostKernel
+
 _ENTRY_TYPE = ctypes.CFUNCTYPE(
-    None, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32
-)
+    None, ctypes.c_char_p, ctypes.c_void_p, *[ctypes.c_int64] * 2, *[ctypes.c_int32] * 3
+)  # fmt: skip
+_PARALLEL_NS = 80_000.0
+"""A grid estimated to take less runs on the launching thread alone: waking the others would cost more than it saves."""
 
 _lock = threading.Lock()
 _jit: Any = None
 _libraries: list[Any] = []
 _local = threading.local()
+_pool: host_pool.Pool | None = None
+_threads: int | None = None
 
 
-def load(code: HostObject) -> Any:
-    """The entry point of an object as a ctypes function (it releases the interpreter lock while it runs)."""
+def _link(code: bytes, symbols: tuple[str, ...]) -> dict[str, int]:
     global _jit
     with _lock:
         if _jit is None:
             _jit = llvm.create_lljit_compiler(target_machine())
-        builder = llvm.JITLibraryBuilder().add_object_img(code.code).add_current_process().export_symbol(code.symbol)
-        library = builder.link(_jit, f"{code.symbol}.{len(_libraries)}")
+        builder = llvm.JITLibraryBuilder().add_object_img(code).add_current_process()
+        for symbol in symbols:
+            builder.export_symbol(symbol)
+        library = builder.link(_jit, f"{symbols[0]}.{len(_libraries)}")
         # The library owns the code: it lives as long as the process.
         _libraries.append(library)
-    return _ENTRY_TYPE(library[code.symbol])
+    return {symbol: library[symbol] for symbol in symbols}
+
+
+def load(code: HostObject) -> tuple[Any, int]:
+    """The entry point of an object, as a ctypes function (which releases the interpreter lock) and as an address."""
+    address = _link(code.code, (code.symbol,))[code.symbol]
+    return _ENTRY_TYPE(address), address
 
 
 def arena(size: int) -> int:
@@ -47,6 +64,60 @@ def arena(size: int) -> int:
     return _local.address
 
 
-def run(kernel: Any, arguments: bytes, count: int, x: int, y: int, z: int) -> None:
-    """Run all `count` program instances of a grid."""
-    kernel.entry(arguments, arena(kernel.arena_bytes), 0, count, x, y, z)
+def set_threads(count: int | None) -> None:
+    """Let `count` threads share a grid (None: the default of `host_pool.default_threads`)."""
+    global _threads
+    if count is not None and count < 1:
+        raise ValueError(f"a grid needs at least 1 thread, got {count}")
+    _threads = count
+
+
+def threads() -> int:
+    """How many threads share a grid."""
+    global _threads
+    if _threads is None:
+        _threads = host_pool.default_threads()
+    return _threads
+
+
+def _shared_pool() -> host_pool.Pool:
+    global _pool
+    if _pool is None:
+        code = host_cache.load("thread_pool")
+        if code is None:
+            code = HostObject(host_pool.native_code(), host_pool.SYMBOLS[0], 0)
+            host_cache.store("thread_pool", code)
+        symbols = _link(code.code, host_pool.SYMBOLS)
+        with _lock:
+            if _pool is None:
+                _pool = host_pool.Pool(symbols)
+    return _pool
+
+
+def _after_fork() -> None:
+    """A forked child has none of its parent's threads, and locks in an unknown state."""
+    global _pool, _lock
+    _pool = None
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def run(kernel: HostKernel, arguments: bytes, count: int, x: int, y: int, z: int) -> None:
+    """Run all `count` program instances of a grid, on several threads when it is large enough."""
+    scratch = arena(kernel.arena_bytes)
+    begin = time.perf_counter_ns()
+    if (
+        count > 1
+        and kernel.program_ns * count >= _PARALLEL_NS
+        and (available := _threads or threads()) > 1
+        and _shared_pool().run(
+            kernel.address, arguments, scratch, kernel.arena_bytes, count, available - 1, x, y, z
+        )
+    ):
+        used = min(available, count)
+    else:
+        kernel.entry(arguments, scratch, 0, count, x, y, z)
+        used = 1
+    kernel.program_ns += 0.25 * ((time.perf_counter_ns() - begin) * used / count - kernel.program_ns)
