@@ -7,6 +7,7 @@ For a token at position p with `slots[t] >= 0` (it closes a window), per feature
     c = sum_rows softmax(g) * u,  rounded to the result dtype
     e = c * rsqrt(mean(c^2) + eps) * weight,  rounded to the result dtype
     e[d-64:] rotated for position p + 1 - ratio (half layout), rounded; FAKE_QUANT: e[:d-64] takes the fp8 simulation
+    stored as it is, or as an fp8 record (see `_rows`)
 
 state [blocks, rows, 2cd] fp32 holds [u | g + ape]; position q stands in row q % rows of block state_table[req, q //
 rows]. Rows that do not exist are not loaded: the loop starts behind them, so a reused page may hold anything.
@@ -28,6 +29,7 @@ from dsv4_triton.kernels._checks import FLOATS, check_tensor
 from dsv4_triton.kernels._fake_quant import fp8_sim64
 from dsv4_triton.kernels._lang import extract_slice
 from dsv4_triton.kernels._rope import HALF, load_cos_sin, rotate
+from dsv4_triton.kernels._rows import check_rows, is_record, record_views, store_record
 
 OP = "compressor_fold"
 RATIOS = (4, 128)
@@ -82,6 +84,7 @@ def _compressor_fold_kernel(
     weight_ptr,
     cos_sin_ptr,
     result_ptr,
+    byte_ptr,
     tokens,
     table_stride,
     block_stride,
@@ -89,13 +92,18 @@ def _compressor_fold_kernel(
     eps,
     ROWS: tl.constexpr,
     RESULT_ROWS: tl.constexpr,
+    RESULT_WIDTH: tl.constexpr,
+    RECORD: tl.constexpr,
     RATIO: tl.constexpr,
     OVERLAP: tl.constexpr,
     DIM: tl.constexpr,
     CHUNK: tl.constexpr,
     FAKE_QUANT: tl.constexpr,
 ):
-    """Entries go to row `slot` of pages of RESULT_ROWS rows, or, when that is 0, to row `token` of a dense result."""
+    """Entries go to row `slot` of pages of RESULT_ROWS rows, or, when that is 0, to row `token` of a dense result.
+
+    `result_stride` and RESULT_WIDTH, the width of a row, are in elements, or in bytes for records.
+    """
     GROUPS: tl.constexpr = DIM // 64
     dtype = result_ptr.dtype.element_ty
     lane = tl.arange(0, HALF)[None, :]
@@ -115,18 +123,21 @@ def _compressor_fold_kernel(
             a = extract_slice(groups, (GROUPS - 1, 0), (1, HALF), (1, 1))
             b = extract_slice(groups, (GROUPS - 1, HALF), (1, HALF), (1, 1))
             a, b = rotate(a, b, cos[None, :], sin[None, :])
-            if FAKE_QUANT:
-                groups = fp8_sim64(groups)
-            plain = extract_slice(groups, (0, 0), (GROUPS - 1, 64), (1, 1))
             if RESULT_ROWS > 0:
-                offset = (slot // RESULT_ROWS).to(tl.int64) * result_stride + (slot % RESULT_ROWS) * DIM
+                offset = (slot // RESULT_ROWS).to(tl.int64) * result_stride + (slot % RESULT_ROWS) * RESULT_WIDTH
             else:
-                offset = tl.cast(token, tl.int64) * DIM
-            target = result_ptr + offset
-            cell = tl.arange(0, GROUPS - 1)[:, None] * 64 + tl.arange(0, 64)[None, :]
-            tl.store(target + cell, plain.to(dtype))
-            tl.store(target + (DIM - 64) + lane, a.to(dtype))
-            tl.store(target + (DIM - 32) + lane, b.to(dtype))
+                offset = tl.cast(token, tl.int64) * RESULT_WIDTH
+            if RECORD:
+                store_record(result_ptr, byte_ptr, offset, groups, tl.reshape(a, (HALF,)), tl.reshape(b, (HALF,)))
+            else:
+                if FAKE_QUANT:
+                    groups = fp8_sim64(groups)
+                plain = extract_slice(groups, (0, 0), (GROUPS - 1, 64), (1, 1))
+                target = result_ptr + offset
+                cell = tl.arange(0, GROUPS - 1)[:, None] * 64 + tl.arange(0, 64)[None, :]
+                tl.store(target + cell, plain.to(dtype))
+                tl.store(target + (DIM - 64) + lane, a.to(dtype))
+                tl.store(target + (DIM - 32) + lane, b.to(dtype))
 
 
 def compressor_fold(
@@ -147,9 +158,10 @@ def compressor_fold(
     """Write the entry of every window that closes in this step; tokens with `slots[t] < 0` write nothing.
 
     state [blocks, rows, 2cd] fp32 (any block stride), state_table [B, M] int32, token_req, positions and slots [T]
-    int32, weight [d] and cos_sin [P, 64] fp32, c = 2 for ratio 4 and 1 for ratio 128. The result, bf16 or fp32, is
-    row slots[t] of `cache` [blocks, rows, d] (any block stride) or row t of `out` [T, d]: exactly one of them must be
-    given. d is 128 or 512. TypeError or ValueError names the argument that does not fit.
+    int32, weight [d] (bf16 or fp32) and cos_sin [P, 64] fp32, c = 2 for ratio 4 and 1 for ratio 128. d is 128 or 512.
+    The result is row slots[t] of `cache` [blocks, rows, d] (any block stride) or row t of `out` [T, d], in bf16 or
+    fp32; exactly one of them must be given. A cache for d = 512 may also hold fp8 records, [blocks, rows, 640] uint8;
+    their entries are rounded to bf16 and are always quantised. TypeError or ValueError names what does not fit.
     """
     result = cache if out is None else out
     if result is None or (cache is not None and out is not None):
@@ -158,7 +170,8 @@ def compressor_fold(
         )
     if ratio not in RATIOS:
         raise ValueError(f"{OP}: ratio must be one of {RATIOS}, got {ratio}")
-    dim = result.shape[-1]
+    record = cache is not None and is_record(cache)
+    dim = max(DIMS) if record else result.shape[-1]
     if dim not in DIMS:
         raise ValueError(f"{OP}: the result must have one of {DIMS} features, got {dim}")
     overlap = 2 if ratio == 4 else 1
@@ -169,13 +182,16 @@ def compressor_fold(
         check_tensor(OP, name, vector, (tokens,), torch.int32, device=device)
     check_tensor(OP, "weight", weight, (dim,), FLOATS, device=device)
     check_tensor(OP, "cos_sin", cos_sin, (None, 64), torch.float32, device=device)
-    if cache is not None:
+    if cache is not None and dim == max(DIMS):
+        check_rows(OP, "cache", cache, FLOATS, device)
+    elif cache is not None:
         check_tensor(OP, "cache", cache, (None, None, dim), FLOATS, device=device, layout="page")
     else:
         check_tensor(OP, "out", result, (tokens, dim), FLOATS, device=device)
     if tokens == 0:
         return
     rows = state.shape[1]
+    values, as_bytes = record_views(result)
     grid = (min(tokens, family_of(device.type).vector_cores),)
     _compressor_fold_kernel[grid](
         state,
@@ -185,7 +201,8 @@ def compressor_fold(
         slots,
         weight,
         cos_sin,
-        result,
+        values,
+        as_bytes,
         tokens,
         state_table.stride(0),
         state.stride(0),
@@ -193,6 +210,8 @@ def compressor_fold(
         eps,
         ROWS=rows,
         RESULT_ROWS=0 if cache is None else cache.shape[1],
+        RESULT_WIDTH=result.shape[-1],
+        RECORD=record,
         RATIO=ratio,
         OVERLAP=overlap,
         DIM=dim,

@@ -6,6 +6,7 @@ import torch
 
 from dsv4_triton.reference.fake_quant import fp8sim64
 from dsv4_triton.reference.rope import rope
+from dsv4_triton.reference.rows import HEAD_DIM, is_record, stored
 
 ROPE_DIM = 64
 
@@ -32,7 +33,8 @@ def compressor_fold(
     of u and g, the last four with the second d; positions below 0 take no part, whatever their rows hold.
     The entry is softmax-weighted per feature in fp32, rounded to the result dtype, RMS normalised with weight [d],
     rotated for position p + 1 - ratio, and with `fake_quant` its first d - 64 features pass the fp8 simulation.
-    It goes to row slots[t] of `cache` [blocks, rows, d] or to row t of `out` [T, d]; exactly one of them is given.
+    It goes to row slots[t] of `cache` [blocks, rows, d] (or [blocks, rows, 640] uint8: fp8 records, see `rows`) or to
+    row t of `out` [T, d]; exactly one of them is given.
     """
     result = cache if out is None else out
     if result is None or (cache is not None and out is not None):
@@ -40,7 +42,8 @@ def compressor_fold(
     token = (slots >= 0).nonzero().squeeze(-1)
     if not len(token):
         return
-    dim = result.shape[-1]
+    record = is_record(result)
+    dim, dtype = (HEAD_DIM, torch.bfloat16) if record else (result.shape[-1], result.dtype)
     overlap = 2 if ratio == 4 else 1
     width = overlap * dim
     rows = state.shape[1]
@@ -55,14 +58,14 @@ def compressor_fold(
         values = torch.cat((values[:, :ratio, :dim], values[:, ratio:, dim:]), 1)
         logits = torch.cat((logits[:, :ratio, :dim], logits[:, ratio:, dim:]), 1)
     share = torch.softmax(torch.where(live[..., None], logits, -torch.inf), 1)
-    entry = (share * torch.where(live[..., None], values, 0.0)).sum(1).to(result.dtype).float()
+    entry = (share * torch.where(live[..., None], values, 0.0)).sum(1).to(dtype).float()
     entry = entry * torch.rsqrt(entry.square().mean(-1, keepdim=True) + eps) * weight.float()
     first = (position + 1 - ratio).to(torch.int32)
-    entry = rope(entry.to(result.dtype)[:, None], first, cos_sin)[:, 0]
-    if fake_quant:
+    entry = rope(entry.to(dtype)[:, None], first, cos_sin)[:, 0]
+    if fake_quant and not record:
         entry[:, : dim - ROPE_DIM] = fp8sim64(entry[:, : dim - ROPE_DIM])
     if out is not None:
         out[token] = entry
     else:
         slot = slots[token].long()
-        result[slot // result.shape[1], slot % result.shape[1]] = entry
+        result[slot // result.shape[1], slot % result.shape[1]] = stored(entry, result)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from dsv4_triton.kernels.compressor_fold import compressor_fold
 from dsv4_triton.kernels.compressor_state_insert import compressor_state_insert
 from dsv4_triton.reference.compressor_fold import compressor_fold as reference
+from dsv4_triton.reference.rows import RECORD_BYTES, unpack
 from dsv4_triton.reference.token_slots import token_slots
 from tests.kernels import rotary
 from tests.kernels.paging import clone, ints, pages, shuffled_table, whole
@@ -20,7 +22,7 @@ EPS = 1e-6
 KINDS = [(4, 512), (4, 128), (128, 512)]
 """(ratio, features): main c4, indexer c4, main c128."""
 
-TOLERANCE = {
+TOLERANCE: dict[torch.dtype, Any] = {
     # A sum of 8 or 128 positive shares of fp32 products, in another order: a few ulps of the largest row.
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
     # At most two of the three bf16 roundings (fold, norm, rotation) fall on the other side of a tie: 2 * 2^-8.
@@ -86,6 +88,27 @@ def test_mixed_requests_into_the_cache(ratio: int, dim: int, dtype: torch.dtype,
         assert changed.float().mean() < 2e-3
         tolerance["rtol"] = 0.13
     assert_close(whole(cache), whole(expected), **tolerance, what="cache memory")
+
+
+@pytest.mark.parametrize(("ratio", "rows"), [(4, 2), (128, 1)])
+def test_records_hold_what_the_fp8_simulation_leaves(ratio: int, rows: int) -> None:
+    """A record unpacks to the bf16 row of the plain cache; its last bytes are zero; memory around it stays."""
+    tokens = 2 * ratio
+    request = Request(ratio, 512, tokens, rows=8)
+    positions, req = torch.arange(tokens, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int32)
+    request.insert(torch.randn(tokens, 2 * request.width), positions, req)
+    table = shuffled_table(1, -(-2 // rows))
+    slots = request.closing(positions, req, table, rows)
+    records, plain = pages(4, rows, RECORD_BYTES, torch.uint8), pages(4, rows, 512, torch.bfloat16)
+    before = whole(records).clone()
+    request.fold(compressor_fold, positions, req, slots, cache=records)
+    request.fold(compressor_fold, positions, req, slots, cache=plain, fake_quant=True)
+    entry = slots[slots >= 0].long()
+    block, row = entry // rows, entry % rows
+    assert_equal(unpack(records[block, row]).bfloat16(), plain[block, row])
+    assert not records[block, row, 583:].any()
+    records[block, row] = before[0]
+    assert_equal(whole(records), before, "memory around the records")
 
 
 @pytest.mark.parametrize("op", [compressor_fold, reference])
