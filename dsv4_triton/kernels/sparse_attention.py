@@ -37,22 +37,22 @@ from dsv4_triton.kernels.gather_rows import BLOCK, gather_rows, window_columns
 OP = "sparse_attention"
 MAX_TILES = 4
 MERGE_HEADS = 16
-SCRATCH_BYTES = 64 << 20
-"""Bound of the gathered rows or partial results of one launch: they should stay in the L2 cache."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Tile limits of a family: scores in flight (heads x rows), gathered tiles per chunk, widths of the products."""
+    """Limits of a family: scores in flight (heads x rows), gathered tiles per chunk, widths of the products, rows per
+    chunk, and bytes of gathered rows or partial results per launch (they should stay in the last cache)."""
 
     scores: int = 40960
     gathered_tiles: int = 2
     key_width: int = 128
     value_width: int = 64
     chunk_rows: int = 640
+    scratch_bytes: int = 64 << 20
 
 
-_LIMITS = {"host": Limits(scores=1 << 18, gathered_tiles=1, key_width=512, value_width=512)}
+_LIMITS = {"host": Limits(scores=1 << 18, gathered_tiles=1, key_width=512, value_width=512, scratch_bytes=8 << 20)}
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def _by_pages(
     cmp_shape = tiling(limits, heads, cmp_tiles, cmp_cache.shape[1])
     chunk = cmp_shape.TILES * cmp_shape.ROWS
     slots = 1 + -(-dense // chunk)
-    for run in tokens.runs(SCRATCH_BYTES // (slots * heads * HEAD_DIM * 4)):
+    for run in tokens.runs(limits.scratch_bytes // (slots * heads * HEAD_DIM * 4)):
         partial = Partial(run, slots)
         run.attend(_attend.WINDOW, shape, family.cube_cores, window_cache, table=window_table, partial=partial)
         run.attend(
@@ -215,7 +215,7 @@ def _by_rows(
     final = not counted or columns <= limits.chunk_rows
     shape = one if final else tiling(limits, heads, tiles, limits.chunk_rows // tiles)
     chunk = shape.TILES * shape.ROWS
-    for run in tokens.runs(SCRATCH_BYTES // (columns * HEAD_DIM * tokens.q.element_size())):
+    for run in tokens.runs(limits.scratch_bytes // (columns * HEAD_DIM * tokens.q.element_size())):
         rows, bias = gather_rows(
             window_cache, window_table, run.token_req, run.positions, window=run.window, columns=columns,
             cmp_cache=cmp_cache, cmp_table=cmp_table, n_vis=run.n_vis, indices=run.indices, dtype=run.q.dtype,

@@ -69,7 +69,7 @@ def test_no_tokens():
 
 @pytest.mark.parametrize("case", [
     Case(((2700, 30, 2559),), compressed="dense", ratio=4),
-    Case(((8400, 700),), compressed="dense", ratio=1, cmp_page=2, dtype=BF16),
+    Case(((8400, 700),), compressed="dense", ratio=1, cmp_page=8, dtype=BF16),
 ], ids=str)  # fmt: skip
 def test_dense_rows_beyond_one_chunk(case):
     check(case)
