@@ -4,7 +4,7 @@ Formula per token: `x = kv * rsqrt(mean(kv^2 over 512) + eps) * weight`, rounded
 are rotated in fp32 and rounded again; with fake_quant the first 448 pass through the fp8 simulation (`_fake_quant`).
 The row goes to `slots[t] = block * R + offset` of the cache, as it is or as an fp8 record (`_rows`).
 Grid: persistent over runs of tokens. A run of consecutive positions and slots within one block (prefill) is one tile;
-otherwise, and for records, rows go one by one. UB: about `RUN * 512 * 26` bytes.
+otherwise, and for records, rows go one by one. UB: about `RUN * 512 * 33` bytes on A2 (bf16).
 Source: kv path of the DeepSeek-V4 reference attention.
 """
 

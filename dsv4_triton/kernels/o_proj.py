@@ -5,7 +5,7 @@ is fp32 with one cast to `o`'s dtype, in place; the product accumulates in fp32 
 A rotation kernel and a pure matrix kernel: fusing the rotation makes the product a mixed cube and vector kernel, which
 costs more than reading 64 of 512 columns once more.
 Grid: persistent over (group, rank block, token block), token blocks innermost so that a weight tile is reused.
-L1: `(BM + BN) * BK * 4` bytes in bf16 with two buffers; L0C: `BM * BN * 4` bytes.
+L1 on A2 (bf16): about `(BM + BN) * BK * 6` bytes, two buffers and the peeled tile; L0C: `BM * BN * 4` bytes.
 Source: output path of the DeepSeek-V4 reference (unrotated o, per-group einsum).
 """
 

@@ -3,7 +3,7 @@
 Formula: each pair `a + jb` of the last 64 features is multiplied by `e^{j theta}` (inverse: by its conjugate); the pair
 is features `(i, 32 + i)`, or `(2i, 2i + 1)` when interleaved. fp32 arithmetic, one cast. The other features are copied,
 or left alone in place. Fused kernels use half layout only; interleaved is for tensors whose weights are not permuted.
-Grid: persistent over (token, block of heads). UB: about `BH * d * 6` bytes (`BH * 64 * 18` in place).
+Grid: persistent over (token, block of heads). UB on A2 (bf16): about `BH * d * 8` bytes, `BH * 64 * 32` in place.
 Source: RoPE of the DeepSeek-V4 reference (complex multiplication of GPT-J pairs, conjugate on the attention output).
 """
 

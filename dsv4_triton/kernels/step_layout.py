@@ -4,7 +4,7 @@ Formula, for token i of request b, `query_start_loc[b] <= i < query_start_loc[b 
 `p = seq_lens[b] - (query_start_loc[b + 1] - i)`, `n_vis_r = (p + 1) // r`. Rows that belong to no request, or whose
 position would be negative, are padding: -1, -1, 0, 0. Integers only.
 Grid: persistent over requests plus one item for the tail; a request writes its own rows, so each row is written once.
-UB: about 40 bytes per row of a block. Source: vLLM's ragged batch metadata; visible counts from the DeepSeek-V4 mask.
+UB: about 45 bytes per row of a block. Source: vLLM's ragged batch metadata; visible counts from the DeepSeek-V4 mask.
 """
 
 import torch

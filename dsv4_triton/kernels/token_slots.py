@@ -3,7 +3,7 @@
 Formula: row `j = p // ratio` of a token at position p that closes a window of `ratio` tokens, `(p + 1) % ratio == 0`
 (every token when ratio is 1); `slot = block_table[request, j // R] * R + j % R` with R rows per block. -1 for every
 other token, for padding and for the null block 0. Integers only.
-Grid: persistent over blocks of tokens. UB: about 40 bytes per token of a block.
+Grid: persistent over blocks of tokens. UB: about 90 bytes per token of a block.
 Source: slot mapping of vLLM's paged caches; compressed caches are written at closing tokens only.
 """
 
