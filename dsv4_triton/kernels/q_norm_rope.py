@@ -2,7 +2,7 @@
 
 Formula, per token and head: `q <- q * rsqrt(mean(q^2 over 512) + eps)`, then the last 64 features are rotated by the
 angles of the token's position (half layout, see `_rope`). fp32 from load to store, one cast.
-Grid: persistent over (token, block of heads); a program keeps one `[BH, 512]` tile. UB: about `BH * 512 * 23` bytes on A2 (bf16).
+Grid: persistent over (token, block of heads), one `[BH, 512]` tile each. UB: about `BH * 512 * 23` bytes on A2 (bf16).
 Source: DeepSeek-V4 reference attention (q path); the fp32 rounding follows vLLM's fused kernel.
 """
 

@@ -98,6 +98,13 @@ def test_padding_rows_are_zero_whatever_they_held():
     assert_equal(rope(x, positions, table(positions)), torch.zeros(3, 6, 512))
 
 
+def test_more_rows_than_a_grid_may_have():
+    """Launch grids end at 65,535 programs on the device; work beyond that is looped over."""
+    x, positions = torch.randn(70_000, 1, 64), torch.randint(0, 50, (70_000,), dtype=torch.int32)
+    cos_sin = table(positions)
+    assert_equal(rope(x, positions, cos_sin, inverse=True), reference_rope(x, positions, cos_sin, inverse=True))
+
+
 def test_no_tokens():
     x, positions = torch.empty(0, 8, 128), torch.empty(0, dtype=torch.int32)
     assert rope(x, positions, torch.empty(0, 64)).shape == (0, 8, 128)
