@@ -88,7 +88,7 @@ def test_a_broken_value_does_not_become_finite():
 
 
 def test_exponent_is_the_ceiling_of_the_logarithm():
-    """The bit form against exact integers: the smallest e with amax <= 448 * 2^e, up to the one rounding of amax / 448."""
+    """The bit form against exact numbers: the smallest e with amax <= 448 * 2^e, up to the rounding of amax / 448."""
     amax = torch.cat((neighbourhood(448 * 2.0 ** torch.arange(-22, 60)), torch.rand(2000) * 1e3 + 1e-4)).clamp_min(1e-4)
     exponent = fake_quant.scale_exponent(amax)
     quotient = (amax.double() * float(torch.tensor(1 / 448, dtype=torch.float32))).float().double()
