@@ -140,19 +140,18 @@ def _chunk(
 
 
 @triton.jit(do_not_specialize=[
-    "tokens", "heads", "table_stride", "page_stride", "columns", "base", "window", "splits", "slots", "slot0",
+    "tokens", "heads", "table_stride", "page_stride", "columns", "base", "limit", "window", "splits", "slots", "slot0",
 ])  # fmt: skip
 def attend_kernel(
     q_ptr, rows_ptr, table_ptr, bias_ptr, sink_ptr, req_ptr, pos_ptr, n_vis_ptr, out_ptr, lse_ptr,
-    tokens, heads, table_stride, page_stride, columns, base, window, splits, slots, slot0, scale,
+    tokens, heads, table_stride, page_stride, columns, base, limit, window, splits, slots, slot0, scale,
     SOURCE: tl.constexpr, COUNTED: tl.constexpr, FINAL: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr,
     HEADS: tl.constexpr, D: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """One item: a token, HEADS heads and every `splits`-th chunk. Not FINAL: chunk c goes to slot slot0 + c of out
-    and lse.
+    """One item: a token, HEADS heads and every `splits`-th chunk. Not FINAL: chunk c goes to slot slot0 + c.
 
-    GATHERED: rows [tokens, columns, D], of which the first `base` (+ n_vis, if COUNTED) are attended. `base` is not
-    used otherwise, nor are `columns` and `bias`; `window` only for WINDOW.
+    Attended are `base` rows, or min(base + n_vis, limit) if COUNTED; the window has its own rule. GATHERED: rows are
+    [tokens, columns, D].
     """
     head_blocks = (heads + HEADS - 1) // HEADS
     items = tokens * head_blocks * splits
@@ -170,7 +169,7 @@ def attend_kernel(
         else:
             hi = base
             if COUNTED:
-                hi += tl.load(n_vis_ptr + t)
+                hi = tl.minimum(hi + tl.load(n_vis_ptr + t), limit)
             if position < 0:
                 hi = 0
         q = q_ptr + (t64 * heads + h) * D
@@ -198,12 +197,12 @@ def attend_kernel(
                 )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tokens", "heads", "slots", "base", "chunk"])
+@triton.jit(do_not_specialize=["tokens", "heads", "slots", "base", "limit", "chunk"])
 def merge_kernel(
-    part_ptr, lse_ptr, sink_ptr, pos_ptr, n_vis_ptr, out_ptr, tokens, heads, slots, base, chunk,
+    part_ptr, lse_ptr, sink_ptr, pos_ptr, n_vis_ptr, out_ptr, tokens, heads, slots, base, limit, chunk,
     HEADS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Merge the first ceil((base + n_vis) / chunk) partial results of each token, in order, with the sink."""
+    """Merge the first ceil(min(base + n_vis, limit) / chunk) partial results of each token, in order, with the sink."""
     head_blocks = (heads + HEADS - 1) // HEADS
     for item in range(tl.program_id(0), tokens * head_blocks, tl.num_programs(0)):
         t = item // head_blocks
@@ -211,7 +210,7 @@ def merge_kernel(
         head = tl.arange(0, HEADS)
         dim = tl.arange(0, D)[None, :]
         there = head < heads - h
-        live = (base + tl.load(n_vis_ptr + t) + chunk - 1) // chunk
+        live = (tl.minimum(base + tl.load(n_vis_ptr + t), limit) + chunk - 1) // chunk
         if tl.load(pos_ptr + t) < 0:
             live = 0
         sink = tl.load(sink_ptr + h + head, mask=there, other=0.0)

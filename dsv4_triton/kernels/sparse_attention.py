@@ -128,30 +128,30 @@ class _Tokens:
         table: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         base: int = 0,
-        counted: bool = False,
+        limit: int | None = None,
         partial: Partial | None = None,
         slot0: int = 0,
     ) -> None:
-        """One launch; into `out` with the sink, or into `partial` from slot `slot0`."""
+        """One launch into `out`, with the sink, or into `partial` from slot `slot0`; `limit`: n_vis rows count too."""
         tokens, heads = self.q.shape[:2]
         items = tokens * -(-heads // tiling.HEADS)
         splits = 1 if partial is None else max(1, min(partial.slots - slot0, 4 * cores // items))
         _attend.attend_kernel[(min(items * splits, cores),)](
             self.q, rows, self.positions if table is None else table, self.sink if bias is None else bias, self.sink,
-            self.token_req, self.positions, self.n_vis if counted else self.positions,
+            self.token_req, self.positions, self.positions if limit is None else self.n_vis,
             self.out if partial is None else partial.values, self.sink if partial is None else partial.lse,
-            tokens, heads, 0 if table is None else table.stride(0), rows.stride(0), rows.shape[1], base, self.window,
-            splits, 1 if partial is None else partial.slots, slot0, self.scale,
-            SOURCE=source, COUNTED=counted, FINAL=partial is None, D=HEAD_DIM, **asdict(tiling),
+            tokens, heads, 0 if table is None else table.stride(0), rows.stride(0), rows.shape[1], base, limit or 0,
+            self.window, splits, 1 if partial is None else partial.slots, slot0, self.scale,
+            SOURCE=source, COUNTED=limit is not None, FINAL=partial is None, D=HEAD_DIM, **asdict(tiling),
         )  # fmt: skip
 
-    def merge(self, partial: Partial, base: int, chunk: int, cores: int) -> None:
-        """The partial results of the first ceil((base + n_vis) / chunk) slots and the sink into `out`."""
+    def merge(self, partial: Partial, base: int, limit: int, chunk: int, cores: int) -> None:
+        """The first ceil(min(base + n_vis, limit) / chunk) partial results and the sink into `out`."""
         tokens, heads = self.q.shape[:2]
         block = min(MERGE_HEADS, next_power_of_2(heads))
         _attend.merge_kernel[(min(tokens * -(-heads // block), cores),)](
             partial.values, partial.lse, self.sink, self.positions, self.n_vis, self.out,
-            tokens, heads, partial.slots, base, chunk, HEADS=block, D=HEAD_DIM,
+            tokens, heads, partial.slots, base, limit, chunk, HEADS=block, D=HEAD_DIM,
         )  # fmt: skip
 
 
@@ -188,10 +188,10 @@ def _by_pages(
         partial = Partial(run, slots)
         run.attend(_attend.WINDOW, shape, family.cube_cores, window_cache, table=window_table, partial=partial)
         run.attend(
-            _attend.PAGES, cmp_shape, family.cube_cores, cmp_cache, table=cmp_table, counted=True, partial=partial,
-            slot0=1,
+            _attend.PAGES, cmp_shape, family.cube_cores, cmp_cache, table=cmp_table, limit=dense,
+            partial=partial, slot0=1,
         )  # fmt: skip
-        run.merge(partial, chunk, chunk, family.vector_cores)
+        run.merge(partial, chunk, chunk + dense, chunk, family.vector_cores)
 
 
 def _by_rows(
@@ -222,10 +222,11 @@ def _by_rows(
         )  # fmt: skip
         partial = None if final else Partial(run, -(-columns // chunk))
         run.attend(
-            _attend.GATHERED, shape, family.cube_cores, rows, bias=bias, base=base, counted=counted, partial=partial
-        )
+            _attend.GATHERED, shape, family.cube_cores, rows, bias=bias, base=base,
+            limit=base + dense if counted else None, partial=partial,
+        )  # fmt: skip
         if partial is not None:
-            run.merge(partial, base, chunk, family.vector_cores)
+            run.merge(partial, base, base + dense, chunk, family.vector_cores)
 
 
 def sparse_attention(
@@ -253,9 +254,9 @@ def sparse_attention(
     zero row.
 
     With `cmp_cache`: `indices` [T, K] int32 selects compressed rows (-1 is no row), or else rows 0..n_vis[t]-1
-    (`n_vis` [T] int32) are all attended. `max_n_vis` bounds n_vis where the caller knows better than the width of
-    `cmp_table`; n_vis above it is an error that is not noticed. Raises ValueError or TypeError for arguments that do
-    not fit together.
+    (`n_vis` [T] int32) are all attended. At most `max_n_vis` of them are: pass the largest n_vis where the
+    host knows it, since scratch and loops follow this bound (default: what `cmp_table` can hold). Raises ValueError or
+    TypeError for arguments that do not fit together.
     """
     check_tensor(OP, "q", q, (None, None, HEAD_DIM), FLOATS)
     count, heads, _ = q.shape

@@ -42,7 +42,8 @@ def sparse_attention(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention output [T, H, 512] in q's dtype; the arguments are those of `dsv4_triton.kernels.sparse_attention`."""
-    del max_n_vis  # the values of n_vis say it all
+    if n_vis is not None and max_n_vis is not None:
+        n_vis = n_vis.clamp(max=max_n_vis)
     result = torch.zeros_like(q) if out is None else out.zero_()
     compressed = cmp_cache is not None
     dense_rows = 0

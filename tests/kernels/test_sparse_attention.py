@@ -83,6 +83,8 @@ def test_bound_of_visible_rows_changes_nothing():
     assert_close(sparse_attention(*inputs.args(), scale=SCALE, **compressed), expected, rtol=1e-6, atol=2e-6)
     bounded = sparse_attention(*inputs.args(), scale=SCALE, **compressed, max_n_vis=2)
     assert_close(bounded, expected, rtol=1e-6, atol=2e-6)
+    cut = sparse_attention(*inputs.args(), scale=SCALE, **compressed, max_n_vis=1)
+    assert_close(cut, reference(*inputs.args(), scale=SCALE, **compressed, max_n_vis=1), rtol=1e-5, atol=1e-5)
 
 
 def test_all_visible_rows_selected_equals_dense():
