@@ -30,3 +30,11 @@ def shuffled_table(requests: int, columns: int) -> torch.Tensor:
 
 def ints(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
+
+
+def far_pages(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Pages [3, rows, width] of which block 2 starts more than 2^31 elements in; what is not written takes no space."""
+    stride = (1 << 30) + 64
+    size = 2 * stride + rows * width
+    memory = torch.empty(0, dtype=dtype).set_(torch.UntypedStorage(size * torch.empty(0, dtype=dtype).element_size()))
+    return memory.as_strided((3, rows, width), (stride, width, 1))

@@ -15,7 +15,7 @@ from dsv4_triton.reference.compressor_fold import compressor_fold as reference
 from dsv4_triton.reference.rows import RECORD_BYTES, unpack
 from dsv4_triton.reference.token_slots import token_slots
 from tests.kernels import rotary
-from tests.kernels.paging import clone, ints, pages, shuffled_table, whole
+from tests.kernels.paging import clone, far_pages, ints, pages, shuffled_table, whole
 from tests.numeric import assert_close, assert_equal, poisoned
 
 EPS = 1e-6
@@ -236,6 +236,19 @@ def test_extreme_logits() -> None:
     request.fold(reference, ints(127), ints(0), ints(0), out=expected)
     assert torch.isfinite(expected).all()
     assert_close(out, expected, **TOLERANCE[torch.float32])
+
+
+def test_block_offsets_beyond_int32() -> None:
+    """State and cache blocks that start more than 2^31 elements in."""
+    request = Request(4, 512, 4, rows=8)
+    near, expected = pages(3, 2, 512, torch.float32), far_pages(2, 512, torch.float32)
+    request.insert(torch.randn(4, 2048), ints(0, 1, 2, 3), torch.zeros(4, dtype=torch.int32))
+    request.fold(compressor_fold, ints(3), ints(0), ints(5), cache=near)
+    far = far_pages(8, 2048, torch.float32)
+    far[2] = request.state[int(request.table)]
+    request.state, request.table = far, ints(2)[None]
+    request.fold(compressor_fold, ints(3), ints(0), ints(5), cache=expected)
+    assert_equal(near[2, 1], expected[2, 1])
 
 
 def test_no_tokens_and_no_closing_token() -> None:

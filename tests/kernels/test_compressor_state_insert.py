@@ -8,7 +8,7 @@ import torch
 from dsv4_triton.kernels.compressor_state_insert import compressor_state_insert
 from dsv4_triton.reference.compressor_state_insert import compressor_state_insert as reference
 from dsv4_triton.reference.token_slots import token_slots
-from tests.kernels.paging import clone, ints, pages, shuffled_table, whole
+from tests.kernels.paging import clone, far_pages, ints, pages, shuffled_table, whole
 from tests.numeric import assert_equal, poisoned
 
 
@@ -34,15 +34,15 @@ def test_ape_follows_the_absolute_position_in_a_later_chunk() -> None:
     """A chunk that starts at position 6 begins with row 2 of ape, not row 0."""
     width, proj = 256, torch.zeros(3, 512)
     ape = torch.arange(4.0)[:, None].expand(4, width).contiguous()
-    state = pages(3, 4, 2 * width, torch.float32)
-    compressor_state_insert(proj, ape, ints(6, 7, 8), state, ints(4, 5, 6))
+    state = pages(3, 8, 2 * width, torch.float32)
+    compressor_state_insert(proj, ape, ints(6, 7, 8), state, ints(8, 9, 10))
     assert state[1, :3, width].tolist() == [2.0, 3.0, 0.0]
     assert state[1, :3, 0].tolist() == [0.0, 0.0, 0.0]
 
 
 def test_padding_and_null_block_write_nothing() -> None:
     """Padding tokens carry poisoned projections; a request without a state block has the null block 0 in its table."""
-    width, rows = 256, 4
+    width, rows = 256, 8
     positions, token_req = ints(0, 1, 2, 3, -1, -1), ints(0, 0, 1, 1, -1, -1)
     table = torch.tensor([[2], [0]], dtype=torch.int32)
     slots = token_slots(positions, token_req, table, rows_per_block=rows)
@@ -60,7 +60,7 @@ def test_projection_may_be_a_slice_of_a_wider_tensor() -> None:
     proj = wide[:, width : 3 * width]
     proj.copy_(torch.randn(5, 2 * width))
     compare(
-        proj, torch.randn(4, width), ints(3, 4, 5, 6, 7), pages(3, 4, 2 * width, torch.float32), ints(4, 5, 6, 7, 8)
+        proj, torch.randn(4, width), ints(3, 4, 5, 6, 7), pages(3, 8, 2 * width, torch.float32), ints(4, 5, 6, 7, 8)
     )
 
 
@@ -77,12 +77,10 @@ def test_chunks_give_the_one_shot_state() -> None:
 
 
 def test_block_offset_beyond_int32() -> None:
-    """Block 2 lies more than 2^31 elements in; the memory between is never touched, so it takes no space."""
-    width, stride = 256, (1 << 30) + 64
-    memory = torch.empty(0).set_(torch.UntypedStorage(4 * (2 * stride + 4 * 2 * width)))
-    state = memory.as_strided((3, 4, 2 * width), (stride, 2 * width, 1))
+    width = 256
+    state = far_pages(8, 2 * width, torch.float32)
     proj, ape = torch.randn(1, 2 * width), torch.randn(4, width)
-    compressor_state_insert(proj, ape, ints(5), state, ints(2 * 4 + 1))
+    compressor_state_insert(proj, ape, ints(5), state, ints(2 * 8 + 1))
     assert_equal(state[2, 1, :width], proj[0, :width])
     assert_equal(state[2, 1, width:], proj[0, width:] + ape[1])
 

@@ -10,7 +10,7 @@ from dsv4_triton.kernels.indexer_insert_k import indexer_insert_k
 from dsv4_triton.reference.hadamard import hadamard, sylvester
 from dsv4_triton.reference.indexer_insert_k import indexer_insert_k as reference
 from dsv4_triton.reference.token_slots import token_slots
-from tests.kernels.paging import clone, ints, pages, shuffled_table, whole
+from tests.kernels.paging import clone, far_pages, ints, pages, shuffled_table, whole
 from tests.numeric import assert_close, assert_equal, poisoned
 
 FORMATS = [torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32]
@@ -79,6 +79,16 @@ def test_scale_stands_at_the_row_of_its_key() -> None:
     norm = e.norm(dim=1)
     assert_close(read.norm(dim=1) / norm, torch.ones(rows), rtol=0.02, atol=0)
     assert bool((codes(whole(keys)).view(torch.int8)[: rows * 128] == -77).all()), "block 0 is untouched"
+
+
+def test_block_offset_beyond_int32() -> None:
+    keys, scales = far_pages(2, 128, torch.int8), torch.zeros(3, 2, dtype=torch.float16)
+    e = torch.randint(-8, 9, (1, 128)).bfloat16()
+    indexer_insert_k(e, sylvester(128, dtype=e.dtype), keys, scales, ints(5))
+    near, near_scales = torch.zeros(3, 2, 128, dtype=torch.int8), torch.zeros(3, 2, dtype=torch.float16)
+    reference(e, sylvester(128, dtype=e.dtype), near, near_scales, ints(5))
+    assert_equal(keys[2, 1], near[2, 1])
+    assert_equal(scales, near_scales)
 
 
 def test_nothing_to_insert() -> None:

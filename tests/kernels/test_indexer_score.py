@@ -9,7 +9,7 @@ from dsv4_triton.kernels._index_quant import SCALE_DTYPES
 from dsv4_triton.kernels.indexer_score import indexer_score
 from dsv4_triton.reference.index_quant import quantise_rows
 from dsv4_triton.reference.indexer_score import indexer_score as reference
-from tests.kernels.paging import ints, pages, shuffled_table
+from tests.kernels.paging import far_pages, ints, pages, shuffled_table
 from tests.numeric import assert_close, assert_equal, poisoned
 
 FORMATS = [torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32]
@@ -54,8 +54,9 @@ class Case:
         assert_close(out, expected, rtol=1e-5, atol=1e-5 * self.heads * 16)
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
-@pytest.mark.parametrize(("heads", "rows"), [(8, 16), (64, 64)])
+@pytest.mark.parametrize(
+    ("dtype", "heads", "rows"), [*((dtype, 8, 16) for dtype in FORMATS), (torch.int8, 64, 64), (torch.bfloat16, 64, 64)]
+)
 def test_ragged_requests(dtype: torch.dtype, heads: int, rows: int) -> None:
     """Counts at 0, 1 and the page edges; padding tokens have request -1; what is not visible is NaN or garbage."""
     counts = [0, 1, rows - 1, rows, rows + 1, 2 * rows, 3 * rows + 5]
@@ -110,6 +111,18 @@ def test_integer_scores_are_exact_at_the_extremes() -> None:
     keys[1, 1] = -127
     args = (q, torch.ones(1, 8, dtype=torch.float16), torch.ones(1, 8), keys, scales, ints(1)[None], ints(0), ints(2))
     assert indexer_score(*args, max_entries=2).tolist() == [[8.0 * 127 * 127 * 128, 0.0]]
+
+
+def test_block_offset_beyond_int32() -> None:
+    case = Case(torch.int8, [16], columns=1)
+    tokens = case.tokens([0], [16])
+    expected = case.run(reference, tokens, 16)
+    block, far = int(case.table), far_pages(16, 128, torch.int8)
+    assert case.scales is not None
+    scales = torch.zeros(3, 16, dtype=torch.float16)
+    far[2], scales[2] = case.keys[block], case.scales[block]
+    case.keys, case.scales, case.table = far, scales, ints(2)[None]
+    assert_close(case.run(indexer_score, tokens, 16), expected, rtol=1e-5, atol=1e-5 * 8 * 16)
 
 
 def test_no_tokens_and_no_entries() -> None:
