@@ -6,8 +6,8 @@ For token t at position p and head h, with K the window rows max(0, p - window +
     out[t, h] = sum_s round(exp(a_s - M) / Z) * k_s
 
 fp32 throughout; `round` is the cast to the cache's dtype (P is bf16 for bf16 rows, while Z sums unrounded terms); one
-cast of the result. A row is key and value at once. The order of accumulation depends on the token's own position and
-selection only.
+cast of the result. A row is key and value at once. Terms are added in the order of the token's own rows, whatever else
+the batch holds; only the split of more than 512 dense rows into chunks follows `max_n_vis`.
 
 Two routes, by the shape of the caches:
 * pages: tiles are pages, read in place. Window alone in one launch; with dense compressed rows the window, and chunks
@@ -52,7 +52,7 @@ class Limits:
     scratch_bytes: int = 64 << 20
 
 
-_LIMITS = {"host": Limits(scores=1 << 18, gathered_tiles=1, key_width=512, value_width=512, scratch_bytes=8 << 20)}
+LIMITS = {"host": Limits(scores=1 << 18, gathered_tiles=1, key_width=512, value_width=512, scratch_bytes=8 << 20)}
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,9 @@ def _up(n: int, multiple: int) -> int:
 
 def _bucket(dense: int) -> int:
     """Columns for up to `dense` rows: few different sizes, so that few kernels are compiled while contexts grow."""
-    return 0 if dense == 0 else max(BLOCK, next_power_of_2(dense)) if dense <= 512 else _up(dense, 512)
+    if dense > 512:
+        return _up(dense, 512)
+    return max(BLOCK, next_power_of_2(dense)) if dense else 0
 
 
 def _is_tile(page: int) -> bool:
@@ -135,7 +137,9 @@ class _Tokens:
         """One launch into `out`, with the sink, or into `partial` from slot `slot0`; `limit`: n_vis rows count too."""
         tokens, heads = self.q.shape[:2]
         items = tokens * -(-heads // tiling.HEADS)
-        splits = 1 if partial is None else max(1, min(partial.slots - slot0, 4 * cores // items))
+        splits = 1
+        if partial is not None and source != _attend.WINDOW:
+            splits = max(1, min(partial.slots - slot0, 4 * cores // items))
         _attend.attend_kernel[(min(items * splits, cores),)](
             self.q, rows, self.positions if table is None else table, self.sink if bias is None else bias, self.sink,
             self.token_req, self.positions, self.positions if limit is None else self.n_vis,
@@ -175,7 +179,7 @@ def _by_pages(
     family: Family,
 ) -> None:
     heads, page = tokens.q.shape[1], window_cache.shape[1]
-    limits = _LIMITS.get(family.name, Limits())
+    limits = LIMITS.get(family.name, Limits())
     shape = tiling(limits, heads, _page_tiles(tokens.window, page), page)
     if cmp_cache is None:
         tokens.attend(_attend.WINDOW, shape, family.cube_cores, window_cache, table=window_table)
@@ -204,7 +208,7 @@ def _by_rows(
     family: Family,
 ) -> None:
     heads = tokens.q.shape[1]
-    limits = _LIMITS.get(family.name, Limits())
+    limits = LIMITS.get(family.name, Limits())
     base = window_columns(tokens.window)
     counted = tokens.n_vis is not None
     columns = base + _bucket(dense)
@@ -276,6 +280,8 @@ def sparse_attention(
             raise ValueError(f"{OP}: cmp_table, n_vis and indices need cmp_cache")
     else:
         check_rows(OP, "cmp_cache", cmp_cache, q.dtype, device)
+        if is_record(cmp_cache) != is_record(window_cache):
+            raise TypeError(f"{OP}: cmp_cache is {cmp_cache.dtype} but window_cache is {window_cache.dtype}")
         if cmp_table is None or (indices is None) == (n_vis is None):
             raise ValueError(f"{OP}: cmp_cache needs cmp_table and exactly one of n_vis and indices")
         check_tensor(OP, "cmp_table", cmp_table, (None, None), torch.int32, device=device, layout="rows")

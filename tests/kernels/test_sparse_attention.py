@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
+from dsv4_triton.kernels import sparse_attention as kernels
 from dsv4_triton.kernels.sparse_attention import sparse_attention
 from dsv4_triton.reference.sparse_attention import sparse_attention as reference
 from tests.kernels.attention_cases import DIM, EDGES, MIXED, SCALE, Case, build, paged
@@ -108,6 +110,26 @@ def test_a_token_does_not_depend_on_the_batch(case):
     for chosen in ([7], list(range(3, 9)), torch.randperm(len(inputs.q)).tolist()):
         part = inputs.tokens(chosen)
         assert_equal(sparse_attention(*part.args(), scale=SCALE, **part.compressed), together[chosen], f"{chosen}")
+
+
+@pytest.mark.parametrize("compressed, page", [("selected", 64), ("dense", 2), ("dense", 64)])
+def test_runs_of_tokens_change_nothing(monkeypatch, compressed, page):
+    """Scratch for 16 tokens at a time, against all at once."""
+    inputs = build(Case((tuple(range(250, 270)), (3,), (-1, 128)), compressed=compressed, ratio=16, cmp_page=page))
+    expected = sparse_attention(*inputs.args(), scale=SCALE, **inputs.compressed)
+    host = dataclasses.replace(kernels.LIMITS["host"], scratch_bytes=1)
+    monkeypatch.setitem(kernels.LIMITS, "host", host)
+    assert_equal(sparse_attention(*inputs.args(), scale=SCALE, **inputs.compressed), expected)
+
+
+@pytest.mark.parametrize("case", [
+    Case(((200, 9),), heads=64, compressed="holes", dtype=BF16),
+    Case(((700, 5),), heads=16, compressed="dense", ratio=1, cmp_page=2, dtype=BF16),
+], ids=str)  # fmt: skip
+def test_tiles_of_the_accelerators(monkeypatch, case):
+    """Several tiles per chunk and products in slices, as on A2, run here too."""
+    monkeypatch.setattr(kernels, "LIMITS", {})
+    check(case)
 
 
 def one_key(cmp_rows: int, sink: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
