@@ -57,7 +57,10 @@ def assert_equal(actual: torch.Tensor, expected: torch.Tensor, what: str = "resu
 
 
 class Guarded:
-    """Memory for an output between two poisoned margins: `out` starts as poison, `assert_margins` finds writes beside it."""
+    """Memory for an output between two poisoned margins: `out` starts as poison.
+
+    `assert_margins` finds writes beside it.
+    """
 
     MARGIN = 64
 

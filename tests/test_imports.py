@@ -24,7 +24,7 @@ ALLOWED = {
     "backend": BASE | {"compiler", "kernels", "backend"},
     "model": BASE | {"compiler", "kernels", "backend", "model"},
     "autotune": BASE | {"compiler", "kernels", "reference", "bench", "autotune"},
-    "bench": BASE | {"compiler", "kernels", "reference", "demo", "bench"},
+    "bench": BASE | {"compiler", "kernels", "reference", "backend", "model", "demo", "bench"},
     "demo": {"demo"},
     "doctor": {"device"},
     "cli": {"doctor", "demo", "compiler", "kernels", "autotune", "bench", *BASE},

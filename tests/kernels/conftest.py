@@ -3,7 +3,6 @@
 import pytest
 
 
-
 @pytest.fixture(autouse=True)
 def _with_host_driver(host_driver):
     yield
