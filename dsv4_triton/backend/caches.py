@@ -45,19 +45,16 @@ class CacheLayer(nn.Module, AttentionLayerBase):
         self.ratio = ratio
         self.rows_per_block = spec.block_size // ratio
         self.planner = planner
-        self.rows = torch.empty(0)
+        self.kv_cache = torch.empty(0)
         layers = vllm_config.compilation_config.static_forward_context
         if prefix in layers:
             raise ValueError(f"cache {prefix!r} is registered twice")
         layers[prefix] = self
 
     @property
-    def kv_cache(self) -> torch.Tensor:
-        """The bound cache under the name vLLM's runners look for."""
-        return self.rows
-
-    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
-        self.rows = kv_cache
+    def rows(self) -> torch.Tensor:
+        """The cache vLLM bound, under a name that says what it holds."""
+        return self.kv_cache
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         from dsv4_triton.backend.attention_backend import TritonDsaBackend
@@ -89,7 +86,7 @@ class IndexKeyCache(CacheLayer):
         self.scales: torch.Tensor | None = None
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
-        self.rows = kv_cache
+        super().bind_kv_cache(kv_cache)
         if self.storage is None:
             self.keys = kv_cache
             return

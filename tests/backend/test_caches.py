@@ -1,0 +1,112 @@
+"""Cache specs, the groups and pages vLLM makes of them, and the views of an indexer page."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4_triton.backend.caches import CacheLayer, IndexKeyCache, LayerCaches
+from dsv4_triton.backend.metadata import StepPlanner
+
+KIB = 1024
+
+
+def planner() -> StepPlanner:
+    return StepPlanner(8, torch.device("cpu"))
+
+
+def vllm_config() -> Any:
+    return SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
+
+
+def layers(ratios: tuple[int, ...], dtype: torch.dtype, index_format: str) -> dict[str, CacheLayer]:
+    config = vllm_config()
+    for index, ratio in enumerate(ratios):
+        LayerCaches(config, f"model.layers.{index}.attn", ratio, dtype, index_format, planner())
+    return config.compilation_config.static_forward_context
+
+
+@pytest.mark.parametrize(
+    ("dtype", "index_format", "pages"),
+    [
+        (torch.bfloat16, "int8", {"window": 64, "compressed": 64, "index_keys": 8.125, "state": 32, "index_state": 8}),
+        (torch.bfloat16, "e4m3", {"window": 64, "compressed": 64, "index_keys": 8.25, "state": 32, "index_state": 8}),
+        (torch.float32, "plain", {"window": 128, "compressed": 128, "index_keys": 32, "state": 32, "index_state": 8}),
+    ],
+)
+def test_pages_of_a_c4_layer(dtype: torch.dtype, index_format: str, pages: dict[str, float]) -> None:
+    """64 rows of 512 values; 64 keys of 128 bytes and a scale; 4 rows of 2048 and 512 fp32."""
+    caches = layers((4,), dtype, index_format)
+    assert {name.rpartition(".")[2]: cache.spec.page_size_bytes / KIB for name, cache in caches.items()} == pages
+
+
+def test_pages_of_the_other_layers() -> None:
+    caches = layers((0, 128), torch.bfloat16, "int8")
+    assert [name.removeprefix("model.layers.") for name in caches] == [
+        "0.attn.window",
+        "1.attn.window",
+        "1.attn.compressed",
+        "1.attn.state",
+    ]
+    compressed, state = caches["model.layers.1.attn.compressed"], caches["model.layers.1.attn.state"]
+    assert (compressed.spec.block_size, compressed.rows_per_block, compressed.spec.page_size_bytes) == (256, 2, 2 * KIB)
+    assert (state.spec.block_size, state.spec.sliding_window, state.spec.page_size_bytes) == (8, 128, 32 * KIB)
+
+
+@pytest.mark.parametrize("ratios", [(0, 4, 128, 4, 128, 0), (128, 128, 4, 128, 4), (0, 128), (4, 4), (0, 0)])
+def test_groups_and_hit_steps(ratios: tuple[int, ...]) -> None:
+    """vLLM's own grouping takes every mix of layers; its blocks make hits come every 256 tokens."""
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups, resolve_kv_cache_block_sizes
+
+    specs = {name: cache.spec for name, cache in layers(ratios, torch.bfloat16, "int8").items()}
+    config: Any = SimpleNamespace(
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        speculative_config=None,
+        kv_transfer_config=None,
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        cache_config=SimpleNamespace(block_size=256, enable_prefix_caching=True, prefix_match_unit=None),
+    )
+    groups = get_kv_cache_groups(config, dict(specs))
+    assert sorted(name for group in groups for name in group.layer_names) == sorted(specs)
+    hit, _ = resolve_kv_cache_block_sizes(SimpleNamespace(kv_cache_groups=groups), config)
+    assert hit == 256
+
+
+@pytest.mark.parametrize(("index_format", "key", "scale"), [
+    ("int8", torch.int8, torch.float16),
+    ("e4m3", torch.float8_e4m3fn, torch.float32),
+])  # fmt: skip
+def test_key_and_scale_view_the_same_page(index_format: str, key: torch.dtype, scale: torch.dtype) -> None:
+    """All keys of a page, then all scales; blocks further apart than a page; nothing outside is touched."""
+    cache = IndexKeyCache(vllm_config(), "x", index_format, torch.bfloat16, planner())
+    page = cache.spec.page_size_bytes
+    stride, offset, blocks = page + 256, 64, 3
+    memory = torch.full((blocks, stride), 0x11, dtype=torch.uint8)
+    cache.bind_kv_cache(memory[:, offset : offset + page].view(blocks, 64, -1))
+    assert (cache.keys.dtype, cache.keys.shape) == (key, (blocks, 64, 128))
+    assert cache.scales is not None
+    assert (cache.scales.dtype, cache.scales.shape) == (scale, (blocks, 64))
+    cache.keys.view(torch.uint8)[1] = 0x22
+    cache.scales.view(torch.uint8).view(blocks, 64, -1)[1] = 0x33
+    expected = torch.full_like(memory, 0x11)
+    expected[1, offset : offset + 64 * 128] = 0x22
+    expected[1, offset + 64 * 128 : offset + page] = 0x33
+    assert torch.equal(memory, expected)
+
+
+def test_plain_keys_have_no_scale() -> None:
+    cache = IndexKeyCache(vllm_config(), "x", "plain", torch.float32, planner())
+    rows = torch.zeros(2, 64, 128)
+    cache.bind_kv_cache(rows)
+    assert cache.keys is rows
+    assert cache.scales is None
+
+
+def test_a_prefix_is_registered_once() -> None:
+    config = vllm_config()
+    LayerCaches(config, "model.layers.0.attn", 0, torch.bfloat16, "int8", planner())
+    with pytest.raises(ValueError, match=r"'model\.layers\.0\.attn\.window' is registered twice"):
+        LayerCaches(config, "model.layers.0.attn", 0, torch.bfloat16, "int8", planner())

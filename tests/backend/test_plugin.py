@@ -1,0 +1,121 @@
+"""Registration: idempotent, in spawned processes, independent of the order of plugins; the custom op."""
+
+from __future__ import annotations
+
+import multiprocessing
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4_triton.backend import plugin
+from dsv4_triton.backend.op import OP_NAME, register_ops
+
+MODULE, CLASS = plugin.MODEL_CLASS.split(":")
+
+
+def registered() -> tuple[str, str]:
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    model = ModelRegistry.models[plugin.ARCHITECTURE]
+    return model.module_name, model.class_name
+
+
+def test_registering_twice_is_registering_once() -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    plugin.register()
+    plugin.register()
+    assert registered() == (MODULE, CLASS)
+    assert AttentionBackendEnum.CUSTOM.get_path() == plugin.BACKEND_CLASS
+    assert AttentionBackendEnum.CUSTOM.get_class().get_name() == "CUSTOM"
+
+
+def test_a_later_plugin_does_not_replace_the_model() -> None:
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    plugin.register()
+    ModelRegistry.register_model(plugin.ARCHITECTURE, "somewhere.else:Model")
+    assert registered() == (MODULE, CLASS)
+    ModelRegistry.register_model("SomeOtherForCausalLM", "somewhere.else:Model")
+    assert ModelRegistry.models["SomeOtherForCausalLM"].module_name == "somewhere.else"
+    del ModelRegistry.models["SomeOtherForCausalLM"]
+
+
+def _child(queue: Any) -> None:
+    from vllm.platforms import current_platform
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    queue.put((registered(), type(current_platform).__name__))
+
+
+def test_a_spawned_process_finds_model_and_platform() -> None:
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    child = context.Process(target=_child, args=(queue,))
+    child.start()
+    try:
+        assert queue.get(timeout=120) == ((MODULE, CLASS), "HostPlatform")
+    finally:
+        child.join(timeout=30)
+    assert child.exitcode == 0
+
+
+@pytest.mark.parametrize(
+    ("claims", "allowed", "stands_aside"),
+    [("some.Platform", None, True), (None, None, False), ("some.Platform", ["dsv4_triton"], False)],
+)
+def test_platform_stands_aside_for_another_plugin(
+    monkeypatch: pytest.MonkeyPatch, claims: str | None, allowed: list[str] | None, stands_aside: bool
+) -> None:
+    class Other(EntryPoint):
+        def load(self) -> Any:
+            return lambda: claims
+
+    own = EntryPoint("dsv4_triton", "dsv4_triton.backend.plugin:platform", "vllm.platform_plugins")
+    other = Other("npu", "npu_plugin:platform", "vllm.platform_plugins")
+    monkeypatch.setattr(plugin, "entry_points", lambda group: [own, other])
+    if allowed is None:
+        monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    else:
+        monkeypatch.setenv("VLLM_PLUGINS", ",".join(allowed))
+    assert plugin.platform() == (None if stands_aside else plugin.HOST_PLATFORM_CLASS)
+
+
+class Layer:
+    """Records what the op hands on."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+
+@pytest.fixture
+def forward_context(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A forward context with one attention layer, whose attention is `output = 2 * hidden`."""
+    from vllm import forward_context as module
+
+    from dsv4_triton.backend import attention
+
+    context = type("Context", (), {"attn_metadata": None, "no_compile_layers": {"layer": Layer()}})()
+    monkeypatch.setattr(module, "get_forward_context", lambda: context)
+    monkeypatch.setattr(attention, "attend", lambda layer, hidden, output, metadata: output.copy_(2 * hidden))
+    register_ops()
+    return context
+
+
+def test_profiling_run_is_zero_and_touches_no_layer(forward_context: Any) -> None:
+    hidden, output = torch.randn(3, 8), torch.full((3, 8), float("nan"))
+    forward_context.no_compile_layers = {}
+    torch.ops.vllm.dsa_forward(hidden, output, "layer")
+    assert torch.equal(output, torch.zeros(3, 8))
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("profiling", [True, False])
+def test_opcheck(forward_context: Any, tokens: int, profiling: bool) -> None:
+    forward_context.attn_metadata = None if profiling else {"layer.window": object()}
+    hidden = torch.randn(tokens, 8)
+    op = getattr(torch.ops.vllm, OP_NAME)
+    torch.library.opcheck(op.default, (hidden, torch.empty_like(hidden), "layer"))
