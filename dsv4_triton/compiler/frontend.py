@@ -1,8 +1,8 @@
 """The front end shared by every target: a Triton kernel and its specialisation -> TTIR -> ttadapter MLIR.
 
-Both steps are triton-ascend's own. TTIR is built in this process; `triton-adapter-opt`, which ships beside triton-ascend's
-compiler, turns it into linalg on tensors ("ttadapter"). What differs between device families is an argument
-(`FrontendOptions`), nothing is read from the environment, and no driver is touched.
+Both steps are triton-ascend's own. TTIR is built in this process; `triton-adapter-opt`, which ships beside
+triton-ascend's compiler, turns it into linalg on tensors ("ttadapter"). What differs between device families is an
+argument (`FrontendOptions`), nothing is read from the environment, and no driver is touched.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def triton_compiler() -> Any:
     try:
         from triton.backends.ascend import compiler
     except ImportError as error:
-        raise ImportError("the package triton-ascend is needed to compile kernels (pip install triton-ascend==3.2.0)") from error
+        raise ImportError(
+            "the package triton-ascend is needed to compile kernels (pip install triton-ascend==3.2.0)"
+        ) from error
     return compiler
 
 
@@ -133,11 +135,15 @@ def lower_to_adapter(kernel_name: str, ttir: str, options: FrontendOptions, *, g
 
 
 def run_tool(command: list[str], text: str, kernel_name: str) -> str:
-    """Run an MLIR tool from standard input to standard output; `KernelCompileError` with its own message if it fails."""
+    """Run an MLIR tool from standard input to standard output; `KernelCompileError` with its own message if it
+    fails.
+    """
     environment = {**os.environ, "MLIR_DISABLE_CRASH_REPORTER": "1"}
     result = subprocess.run(command, input=text, capture_output=True, text=True, env=environment)
     if result.returncode != 0:
-        raise KernelCompileError(f"kernel {kernel_name}: {_tool_error(result.stderr, text) or f'exit {result.returncode}'}")
+        raise KernelCompileError(
+            f"kernel {kernel_name}: {_tool_error(result.stderr, text) or f'exit {result.returncode}'}"
+        )
     return result.stdout
 
 

@@ -9,7 +9,8 @@ While installed, `triton.jit` kernels (also under `triton.autotune` and `triton.
 Importing this module changes nothing. It refuses to install where a real NPU or GPU driver is active.
 
 Options are environment variables: DSV4_TRITON_THREADS (threads that share a grid, default the CPU count),
-DSV4_TRITON_CACHE_DIR (compiled code, default ~/.cache/dsv4_triton), DSV4_TRITON_DUMP_DIR (write LLVM IR and assembly there).
+DSV4_TRITON_CACHE_DIR (compiled code, default ~/.cache/dsv4_triton), DSV4_TRITON_DUMP_DIR (write LLVM IR and assembly
+there).
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ def _refuse_over_a_real_driver() -> None:
     from triton.runtime import driver
 
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
-        raise HostDriverError("TRITON_INTERPRET=1 makes every kernel an interpreted one; unset it to run kernels natively")
+        raise HostDriverError(
+            "TRITON_INTERPRET=1 makes every kernel an interpreted one; unset it to run kernels natively"
+        )
     for name in ("npu", "cuda", "xpu"):
         module = getattr(torch, name, None)
         if module is not None and module.is_available():

@@ -1,8 +1,9 @@
-"""Atomics: the grid is shared between threads, so `tl.atomic_*` must be atomic instructions, and return what they replaced.
+"""Atomics: the grid is shared between threads, so `tl.atomic_*` must be atomic instructions, and return what they
+replaced.
 
-The adapter writes an atomic as a read-modify-write `linalg.generic` on the pointer's buffer, and reads the old value with a
-separate copy (before it, for compare-and-swap after it). Here both become one loop of calls, one per element, to functions
-that this module defines with LLVM's atomic instructions.
+The adapter writes an atomic as a read-modify-write `linalg.generic` on the pointer's buffer, and reads the old value
+with a separate copy (before it, for compare-and-swap after it). Here both become one loop of calls, one per element,
+to functions that this module defines with LLVM's atomic instructions.
 """
 
 from __future__ import annotations
@@ -150,7 +151,11 @@ def emit(name: str) -> str | None:
     cell = f"  %cell = getelementptr {kind}, ptr %aligned, i64 %offset\n"
     if instruction == "cas":
         bits = f"i{''.join(c for c in element if c.isdigit())}"
-        cast = "" if kind == bits else f"  %e = bitcast {kind} %expected to {bits}\n  %d = bitcast {kind} %desired to {bits}\n"
+        cast = (
+            ""
+            if kind == bits
+            else f"  %e = bitcast {kind} %expected to {bits}\n  %d = bitcast {kind} %desired to {bits}\n"
+        )
         e, d = ("%expected", "%desired") if kind == bits else ("%e", "%d")
         end = "  ret {0} %old\n" if kind == bits else "  %back = bitcast {1} %old to {0}\n  ret {0} %back\n"
         return (
@@ -167,12 +172,14 @@ def emit(name: str) -> str | None:
         declaration = "" if instruction == "fadd" else f"declare float @llvm.{instruction[1:]}num.f32(float, float)\n"
         return (
             f"{declaration}{head}bfloat %v) alwaysinline nounwind {{\nentry:\n{cell}  %raw = bitcast bfloat %v to i16\n"
-            f"{widen.format(1, '%raw')}  %first = load atomic i16, ptr %cell monotonic, align 2\n  br label %again\nagain:\n"
+            f"{widen.format(1, '%raw')}  %first = load atomic i16, ptr %cell monotonic, align 2\n"
+            "  br label %again\nagain:\n"
             f"  %seen = phi i16 [ %first, %entry ], [ %now, %again ]\n{widen.format(0, '%seen')}{step}"
             f"{_ROUND_BF16.format(0, '%new')}"
             "  %pair = cmpxchg ptr %cell, i16 %seen, i16 %out0 acq_rel acquire\n"
             "  %now = extractvalue { i16, i1 } %pair, 0\n  %won = extractvalue { i16, i1 } %pair, 1\n"
-            "  br i1 %won, label %done, label %again\ndone:\n  %old = bitcast i16 %seen to bfloat\n  ret bfloat %old\n}\n"
+            "  br i1 %won, label %done, label %again\ndone:\n  %old = bitcast i16 %seen to bfloat\n  ret bfloat %old\n"
+            "}\n"
         )
     return (
         f"{head}{kind} %v) alwaysinline nounwind {{\n{cell}"

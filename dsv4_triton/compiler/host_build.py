@@ -1,4 +1,6 @@
-"""The host pipeline of one kernel specialisation: kernel -> TTIR -> ttadapter -> buffers -> LLVM dialect -> object code."""
+"""The host pipeline of one kernel specialisation: kernel -> TTIR -> ttadapter -> buffers -> LLVM dialect -> object
+code.
+"""
 
 from __future__ import annotations
 
@@ -51,15 +53,17 @@ def _opt() -> list[str]:
     try:
         import ascendnpuir
     except ImportError as error:
-        raise ImportError("the package ascendnpu-ir is needed to run kernels (pip install ascendnpu-ir==1.2.0)") from error
+        raise ImportError(
+            "the package ascendnpu-ir is needed to run kernels (pip install ascendnpu-ir==1.2.0)"
+        ) from error
     return [str(Path(ascendnpuir.__file__).parent / "bin" / "bishengir-opt"), "--allow-unregistered-dialect", "-"]
 
 
 def build(kernel: Any, signature: Signature, slots: dict[str, int], symbol: str) -> host_llvm.HostObject:
     """Compile a kernel for this machine.
 
-    `slots` gives the argument slot of each run-time parameter; `symbol` names the entry point (host_llvm.py says what it
-    takes). Raises `KernelCompileError`.
+    `slots` gives the argument slot of each run-time parameter; `symbol` names the entry point (host_llvm.py says what
+    it takes). Raises `KernelCompileError`.
     """
     name = kernel.__name__
     ttir = lower_to_ttir(kernel, signature, HOST_OPTIONS)

@@ -1,8 +1,8 @@
 """Compiled kernels on disk: one file per specialisation, written whole or not at all.
 
-A file is `magic | sha256 of the rest | arena bytes | entry symbol | object code`. It is written beside its final name and
-renamed, so several processes may build the same kernel at once; a truncated or foreign file fails its checksum and is
-rebuilt. A cache directory that cannot be written only costs time.
+A file is `magic | sha256 of the rest | arena bytes | entry symbol | object code`. It is written beside its final name
+and renamed, so several processes may build the same kernel at once; a truncated or foreign file fails its checksum
+and is rebuilt. A cache directory that cannot be written only costs time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def _value_key(value: Any) -> str:
 
 
 def key(kernel: Any, signature: Signature, slots: dict[str, int]) -> str:
-    """Hex digest that names a specialisation: source with called functions and globals, types, constants, toolchain, CPU."""
+    """Hex digest that names a specialisation: source with called functions and globals, types, constants, toolchain,
+    CPU.
+    """
     parts = [_toolchain(), kernel.cache_key, kernel.__name__]
     parts += [f"{name}={_value_key(value)}" for (name, _), (value, _) in kernel.used_global_vals.items()]
     parts += [f"{name}:{kind}@{slots[name]}" for name, kind in signature.types.items()]

@@ -25,7 +25,9 @@ def lower(builder: Builder, op: Op, definitions: dict[str, Op], kernel_name: str
         _histogram(builder, op)
         return
     name = (op.props["callee"] or "").removeprefix("@triton_").rstrip("0123456789").rstrip("_")
-    constants = [_constant(v, definitions) for v, t in zip(op.operands, op.types, strict=True) if Shaped.parse(t) is None]
+    constants = [
+        _constant(v, definitions) for v, t in zip(op.operands, op.types, strict=True) if Shaped.parse(t) is None
+    ]
     lowering: dict[str, Callable[[Builder, Op, list[int]], None]] = {
         "cumsum": lambda b, o, c: _scan(b, o, c, "add"),
         "cumprod": lambda b, o, c: _scan(b, o, c, "mul"),
@@ -34,7 +36,9 @@ def lower(builder: Builder, op: Op, definitions: dict[str, Op], kernel_name: str
         "flip": _flip,
     }
     if name not in lowering:
-        raise KernelCompileError(f"kernel {kernel_name}: library function {op.props['callee']} is not supported on the host")
+        raise KernelCompileError(
+            f"kernel {kernel_name}: library function {op.props['callee']} is not supported on the host"
+        )
     lowering[name](builder, op, constants)
 
 

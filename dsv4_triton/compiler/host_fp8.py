@@ -91,7 +91,9 @@ def _cast(builder: Builder, op: Op) -> None:
     kind = Shaped.parse(op.types[0])
     if kind is None:
         value = _scalar_cast(builder, op.operands[0], source, target)
-        builder.op("arith.bitcast", [(value, "i8" if target in _TYPES else target)], "i8" if target in _TYPES else target)
+        builder.op(
+            "arith.bitcast", [(value, "i8" if target in _TYPES else target)], "i8" if target in _TYPES else target
+        )
         builder.ops[-1].results = op.results
         return
     x, old = module.fresh(), module.fresh()

@@ -1,8 +1,8 @@
 """Fusion of elementwise operations on tensors, before bufferization.
 
-The adapter emits one linalg operation per Triton operation, each a pass over memory. Here a `linalg.generic` absorbs the
-operations that produce its inputs: constants become scalars, broadcasts become index maps, elementwise producers are
-inlined when nothing is computed twice (or when computing it twice is cheaper than a pass over memory).
+The adapter emits one linalg operation per Triton operation, each a pass over memory. Here a `linalg.generic` absorbs
+the operations that produce its inputs: constants become scalars, broadcasts become index maps, elementwise producers
+are inlined when nothing is computed twice (or when computing it twice is cheaper than a pass over memory).
 """
 
 from __future__ import annotations
@@ -193,7 +193,11 @@ class Fuser:
         return same_block and self.uses.get(value, 0) == mine == 1 and len(dims) == len(consumer.iterators)
 
     def _replace_input(
-        self, consumer: _Generic, index: int, entries: list[tuple[str, str, Map, tuple[str, str]]], mapping: dict[str, str]
+        self,
+        consumer: _Generic,
+        index: int,
+        entries: list[tuple[str, str, Map, tuple[str, str]]],
+        mapping: dict[str, str],
     ) -> None:
         self._count(consumer.op, consumer, -1)
         consumer.inputs[index : index + 1] = entries

@@ -1,9 +1,9 @@
 """Matrix products as LLVM IR: `C[M,N] += A[M,K] @ B[K,N]` for the static shapes of one `tl.dot`.
 
-Operands are widened exactly to fp32 (int8 too: its sums stay below 2^24 for K <= 1024, where fp32 is exact) and multiplied
-by a register-blocked kernel with fused multiply-add. Wide products pack B into panels of columns; products with few rows
-(decode) read B as it lies in memory, whether stored [K,N] or transposed [N,K]. Any extents work; those that are not
-multiples of the vector length get narrower blocks for the rest.
+Operands are widened exactly to fp32 (int8 too: its sums stay below 2^24 for K <= 1024, where fp32 is exact) and
+multiplied by a register-blocked kernel with fused multiply-add. Wide products pack B into panels of columns; products
+with few rows (decode) read B as it lies in memory, whether stored [K,N] or transposed [N,K]. Any extents work; those
+that are not multiples of the vector length get narrower blocks for the rest.
 
 The name of a function holds its parameters, so that the IR can be made from the name alone.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 _LLVM = {"f32": "float", "bf16": "i16", "f16": "half", "i8": "i8", "i32": "i32"}
 _FEW_ROWS = 8
@@ -100,7 +101,9 @@ class _Writer:
         self, extent: int, step: int, body: Callable[[str, list[str]], Sequence[str]],
         carried: Sequence[str] = (), kind: str = "", start: int = 0,
     ) -> list[str]:  # fmt: skip
-        """A loop over start, start + step, ... below `extent` with carried values of one type; returns the last ones."""
+        """A loop over start, start + step, ... below `extent` with carried values of one type; returns the last
+        ones.
+        """
         if extent <= start + step:
             return list(body(str(start), list(carried)))
         self.count += 1
@@ -136,7 +139,9 @@ class _Writer:
 
     def widened(self, pointer: str, element: str, width: int) -> str:
         """`width` consecutive elements at `pointer` as a vector of floats."""
-        raw = self.value(f"load <{width} x {_LLVM[element]}>, ptr {pointer}, align {2 if element in ('bf16', 'f16') else 1}")
+        raw = self.value(
+            f"load <{width} x {_LLVM[element]}>, ptr {pointer}, align {2 if element in ('bf16', 'f16') else 1}"
+        )
         if element == "f32":
             self.lines[-1] = self.lines[-1].replace("align 1", "align 4")
             return raw
@@ -168,8 +173,8 @@ def _splat(kind: str, value: str, width: int) -> str:
 def emit(gemm: Gemm, lanes: int) -> str:
     """LLVM IR of `gemm` for vectors of `lanes` floats.
 
-    Arguments are four expanded memrefs: A, B, C (pointer, aligned pointer, offset, two sizes, two strides), then scratch for
-    A and for B (pointer, aligned pointer, offset, size, stride). The inner stride of A, B and C is 1.
+    Arguments are four expanded memrefs: A, B, C (pointer, aligned pointer, offset, two sizes, two strides), then
+    scratch for A and for B (pointer, aligned pointer, offset, size, stride). The inner stride of A, B and C is 1.
     """
     w = _Writer()
     matrices = "".join(
@@ -276,7 +281,9 @@ def _store(w: _Writer, gemm: Gemm, width: int, targets: list[str], sums: list[st
 
 
 def _pack(w: _Writer, gemm: Gemm, width: int, columns: int, first: int, last: int) -> None:
-    """Columns `first` to `last` of B as fp32 panels: a panel that begins at column j lies at q[j * K] as [K, columns]."""
+    """Columns `first` to `last` of B as fp32 panels: a panel that begins at column j lies at q[j * K] as [K,
+    columns].
+    """
     side = min(_power(gemm.k, 8), width)
 
     def panel(j: str, _: list[str]) -> Sequence[str]:
@@ -338,7 +345,9 @@ def _rows_by_dot_products(w: _Writer, gemm: Gemm, lanes: int, a: str, a_stride: 
                 def depth(k: str, sums: list[str]) -> Sequence[str]:
                     x = [w.widened(w.address(p, "float", k), "f32", width) for p in a_rows]
                     y = [w.widened(w.address(p, _LLVM[gemm.b], k), gemm.b, width) for p in b_rows]
-                    return [w.fma(x[r], y[c], sums[r * columns + c], width) for r in range(rows) for c in range(columns)]
+                    return [
+                        w.fma(x[r], y[c], sums[r * columns + c], width) for r in range(rows) for c in range(columns)
+                    ]
 
                 sums = w.loop(gemm.k, width, depth, ["zeroinitializer"] * (rows * columns), kind)
                 for r in range(rows):
@@ -356,6 +365,4 @@ def _rows_by_dot_products(w: _Writer, gemm: Gemm, lanes: int, a: str, a_stride: 
                 return ()
 
             for top in range(first, last, rows):
-                w.loop(
-                    end, columns, lambda j, s, t=top, r=rows, c=columns: block(j, s, t, r, c), start=begin  # type: ignore[misc]
-                )
+                w.loop(end, columns, partial(block, top=top, rows=rows, columns=columns), start=begin)

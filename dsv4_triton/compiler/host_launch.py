@@ -10,6 +10,7 @@ import inspect
 import struct
 import threading
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ import torch
 from dsv4_triton.compiler import host_build, host_cache, host_runtime
 from dsv4_triton.compiler.frontend import KernelCompileError, Signature
 
-# A range hook for tools that look at kernels: None, or called with the HostKernel after it was built.
 _SCALAR_FORMATS = {"i1": "?7x", "fp16": "e6x", "fp32": "f4x", "fp64": "d", "u64": "Q"}
 _POINTERS = {
     torch.bool: "*i1", torch.int8: "*i8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
@@ -25,6 +25,14 @@ _POINTERS = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64",
     torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5",
 }  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def _options() -> frozenset[str]:
+    """Keyword arguments of a launch that are options of the NPU compiler; they mean nothing on the host."""
+    from triton.backends.ascend.compiler import NPUOptions
+
+    return frozenset(NPUOptions.__dataclass_fields__) | {"maxnreg", "stream"}
 
 
 class KernelArgumentError(TypeError):
@@ -100,7 +108,8 @@ class Launcher:
         body = "\n".join(lines)
         key = "".join(f"{k}, " for k in keys)
         value = "".join(f"{v}, " for v in values)
-        source = f"def bind({arguments}):\n{body}\n    return ({key}), ({value}), extra\n"
+        # The function has the kernel's name, so that Python's own message for a missing argument names the kernel.
+        source = f"def {self.name}({arguments}):\n{body}\n    return ({key}), ({value}), extra\nbind = {self.name}\n"
         source += f"def named({arguments}):\n    return {{{', '.join(f'{n!r}: {n}' for n in names)}}}\n"
         exec(compile(source, f"<launcher of {self.name}>", "exec"), scope)
         self.named: Callable[..., dict[str, Any]] = scope["named"]
@@ -116,9 +125,8 @@ class Launcher:
             return "none", 0
         if hasattr(value, "data_ptr") and hasattr(value, "dtype"):
             base = getattr(value, "base", value)
-            device = getattr(base, "device", None)
-            if isinstance(base, torch.Tensor) and device.type != "cpu":
-                raise self._error(index, f"is on device {str(device)!r}; the host driver takes CPU tensors")
+            if isinstance(base, torch.Tensor) and base.device.type != "cpu":
+                raise self._error(index, f"is on device {str(base.device)!r}; the host driver takes CPU tensors")
             kind = value.dtype
             if kind not in _POINTERS:
                 from triton.runtime.jit import type_canonicalisation_dict
@@ -167,13 +175,18 @@ class Launcher:
         for hook in kernel.pre_run_hooks:
             hook(*args, **kwargs)
         key, values, extra = self.bind(*args, **kwargs)
+        if extra and not extra.keys() <= _options():
+            unknown = sorted(extra.keys() - _options())
+            raise KeyError(f"kernel {self.name}: keyword arguments {unknown} are neither parameters nor options")
         compiled = self.cache.get(key)
         if compiled is None:
-            compiled = self._compile(key, extra, args, kwargs)
+            compiled = self._compile(key, args, kwargs)
         for name, value, scope in self.globals:
             now = scope.get(name)
             if now is not value and now != value:
-                raise RuntimeError(f"kernel {self.name}: global {name} changed from {value} to {now} since it was compiled")
+                raise RuntimeError(
+                    f"kernel {self.name}: global {name} changed from {value} to {now} since it was compiled"
+                )
         if warmup:
             return compiled
         if callable(grid):
@@ -190,12 +203,7 @@ class Launcher:
         host_runtime.run(compiled, compiled.pack(*values), count, x, y, z)
         return compiled
 
-    def _compile(self, key: tuple[Any, ...], extra: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> HostKernel:
-        from triton.backends.ascend.compiler import NPUOptions
-
-        for name in extra:
-            if name not in NPUOptions.__dataclass_fields__ and name not in ("maxnreg", "device"):
-                raise KeyError(f"Keyword argument {name} was specified but unrecognised")
+    def _compile(self, key: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> HostKernel:
         with self.lock:
             if key in self.cache:
                 return self.cache[key]
@@ -212,7 +220,10 @@ class Launcher:
                 elif kind == "none":
                     constants[p.name] = None
                     kind = "*i8"
-                kind = _POINTERS.get(kind, kind)
+                elif isinstance(kind, torch.dtype):
+                    if kind not in _POINTERS:
+                        raise self._error(i, f"has dtype {kind}, which Triton kernels cannot take")
+                    kind = _POINTERS[kind]
                 types[p.name] = kind
                 slots[p.name] = i
                 layout += "Q" if kind[0] == "*" else _SCALAR_FORMATS.get(kind, "q")

@@ -76,7 +76,9 @@ def to_llvm_ir(dialect_text: str, kernel_name: str) -> str:
 
 def _slot_type(kind: str) -> str:
     """LLVM type of a Triton scalar type in a slot."""
-    return {"fp16": "half", "bf16": "bfloat", "fp32": "float", "fp64": "double", "f32": "float"}.get(kind, kind.replace("u", "i"))
+    return {"fp16": "half", "bf16": "bfloat", "fp32": "float", "fp64": "double", "f32": "float"}.get(
+        kind, kind.replace("u", "i")
+    )
 
 
 def add_entry(text: str, function: str, types: list[tuple[int, str]], symbol: str) -> tuple[str, int]:

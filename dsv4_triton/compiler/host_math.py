@@ -1,8 +1,9 @@
 """Runtime functions as LLVM IR: transcendental functions that LLVM can inline and vectorise, and fp8 casts.
 
-exp, exp2, log, log2 and tanh are branch-free polynomials, so a loop over them becomes vector code. Their error is at most
-2 ulp in fp32 over the whole range, with NaN, infinities and denormals as in C. The polynomials of exp and log are those of
-Cephes (S. Moshier, expf.c and logf.c); range reduction uses fused multiply-add. Other functions call the C library.
+exp, exp2, log, log2 and tanh are branch-free polynomials, so a loop over them becomes vector code. Their error is at
+most 2 ulp in fp32 over the whole range, with NaN, infinities and denormals as in C. The polynomials of exp and log
+are those of Cephes (S. Moshier, expf.c and logf.c); range reduction uses fused multiply-add. Other functions call the
+C library.
 """
 
 from __future__ import annotations
@@ -209,13 +210,17 @@ def _definitions() -> dict[str, tuple[str, tuple[str, ...]]]:
 
 # What MLIR's and the adapter's names stand for: a function above, or one of the C library.
 _ALIASES = {
-    **{f"llvm.{name}.{kind}": f"dsv4.{name}.{kind}" for name in ("exp", "exp2", "log", "log2") for kind in ("f32", "f16")},
-    "tanhf": "dsv4.tanh.f32", "__hmf_tanhf": "dsv4.tanh.f32",
-    "__hmf_log1pf": "log1pf", "__hmf_tanf": "tanf", "__hmf_atanf": "atanf", "__hmf_powf": "powf", "__hmf_roundf": "roundf",
+    **{f"llvm.{name}.{kind}": f"dsv4.{name}.{kind}" for name in ("exp", "exp2", "log", "log2") for kind in ("f32",
+    "f16")}, "tanhf": "dsv4.tanh.f32", "__hmf_tanhf": "dsv4.tanh.f32",
+    "__hmf_log1pf": "log1pf", "__hmf_tanf": "tanf", "__hmf_atanf": "atanf", "__hmf_powf": "powf", "__hmf_roundf":
+    "roundf",
 }  # fmt: skip
 # Extrema in reductions: `maxnum` only ever sees numbers there (host_tensor.py), and only so does LLVM vectorise it.
 _EXTREMA = {
-    f"dsv4.{name}.{suffix}": (f"{flags}{kind} @llvm.{name}.{suffix}", f"declare {kind} @llvm.{name}.{suffix}({kind}, {kind})")
+    f"dsv4.{name}.{suffix}": (
+        f"{flags}{kind} @llvm.{name}.{suffix}",
+        f"declare {kind} @llvm.{name}.{suffix}({kind}, {kind})",
+    )
     for name, flags in (("maxnum", "nnan nsz "), ("minnum", "nnan nsz "), ("maximum", ""), ("minimum", ""))
     for suffix, kind in (("f32", "float"), ("f16", "half"))
 }

@@ -1,8 +1,8 @@
 """Rewrites on buffers: what remains between one-shot bufferization and the lowering to the LLVM dialect.
 
-* Every allocation becomes one fixed buffer of the program (host_llvm.py places them), so a loop cannot grow memory. A loop
-  that carries buffers across iterations gets a buffer of its own per carried value, and copies into it: without that, the
-  next iteration's allocation would be the very buffer that still holds the carried value.
+* Every allocation becomes one fixed buffer of the program (host_llvm.py places them), so a loop cannot grow memory. A
+  loop that carries buffers across iterations gets a buffer of its own per carried value, and copies into it: without
+  that, the next iteration's allocation would be the very buffer that still holds the carried value.
 * Copies become loops, atomics become atomic instructions, matrix products become calls of a micro-kernel.
 """
 
@@ -31,7 +31,9 @@ def shaped(kind: str) -> Shaped:
 
 
 def copy_op(source: str, source_type: str, target: str, target_type: str, module: Module) -> Op:
-    """`target[...] = source[...]` as a linalg operation, which lowers to loops (LLVM turns contiguous ones into memcpy)."""
+    """`target[...] = source[...]` as a linalg operation, which lowers to loops (LLVM turns contiguous ones into
+    memcpy).
+    """
     kind = shaped(target_type)
     rank = len(kind.shape)
     a, b = module.fresh(), module.fresh()
@@ -109,7 +111,7 @@ def _own_carried_buffers(op: Op, module: Module, scope: _Scope) -> list[Op]:
     before = Builder(module)
     homes: dict[int, tuple[str, str]] = {}
     for i in changed:
-        name, kind = args[i]
+        _, kind = args[i]
         plain = str(shaped(kind).of())
         home = before.alloc(plain)
         scope.definition[home] = before.ops[-1]

@@ -1,7 +1,8 @@
 """A pool of native threads that share a grid.
 
-The pool is LLVM IR over pthreads, so a worker never needs the interpreter lock and a launch costs one call. The launching
-thread works too; all take chunks of program numbers from one atomic counter. A launch that finds the pool busy runs alone.
+The pool is LLVM IR over pthreads, so a worker never needs the interpreter lock and a launch costs one call. The
+launching thread works too; all take chunks of program numbers from one atomic counter. A launch that finds the pool
+busy runs alone.
 """
 
 from __future__ import annotations
@@ -162,14 +163,18 @@ def default_threads() -> int:
 
 
 class Pool:
-    """Threads beside the caller's. Workers are added on demand and live as long as the process, as does their memory."""
+    """Threads beside the caller's. Workers are added on demand and live as long as the process, as does their
+    memory.
+    """
 
     _LIMIT = 1024
 
     def __init__(self, symbols: dict[str, int]):
         self._start = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)(symbols["dsv4_pool_start"])
         pointer, long, word = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-        run_type = ctypes.CFUNCTYPE(None, pointer, pointer, ctypes.c_char_p, pointer, long, long, long, word, word, word)
+        run_type = ctypes.CFUNCTYPE(
+            None, pointer, pointer, ctypes.c_char_p, pointer, long, long, long, word, word, word
+        )
         self._run = run_type(symbols["dsv4_pool_run"])
         self._memory = ctypes.create_string_buffer(_RECORD_BYTES + 64)
         self._record = -(-ctypes.addressof(self._memory) // 64) * 64
@@ -181,7 +186,16 @@ class Pool:
         self._busy = threading.Lock()
 
     def run(
-        self, entry: int, arguments: bytes, arena: int, arena_bytes: int, count: int, workers: int, x: int, y: int, z: int
+        self,
+        entry: int,
+        arguments: bytes,
+        arena: int,
+        arena_bytes: int,
+        count: int,
+        workers: int,
+        x: int,
+        y: int,
+        z: int,
     ) -> bool:
         """Run a grid on the caller's thread and up to `workers` others; False (nothing done) when the pool is busy."""
         if not self._busy.acquire(blocking=False):

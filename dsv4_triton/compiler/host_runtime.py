@@ -51,7 +51,9 @@ def load(code: HostObject) -> tuple[Any, int]:
 
 
 def arena(size: int) -> int:
-    """Address of this thread's scratch memory of at least `size` bytes; its contents never outlive a program instance."""
+    """Address of this thread's scratch memory of at least `size` bytes; its contents never outlive a program
+    instance.
+    """
     try:
         if size <= _local.size:
             return _local.address
@@ -112,9 +114,7 @@ def run(kernel: HostKernel, arguments: bytes, count: int, x: int, y: int, z: int
         count > 1
         and kernel.program_ns * count >= _PARALLEL_NS
         and (available := _threads or threads()) > 1
-        and _shared_pool().run(
-            kernel.address, arguments, scratch, kernel.arena_bytes, count, available - 1, x, y, z
-        )
+        and _shared_pool().run(kernel.address, arguments, scratch, kernel.arena_bytes, count, available - 1, x, y, z)
     ):
         used = min(available, count)
     else:

@@ -11,7 +11,13 @@ from dsv4_triton.compiler.frontend import KernelCompileError
 from dsv4_triton.compiler.host_fuse import PARALLEL, REDUCTION, Fuser, generic
 from dsv4_triton.compiler.mlir import Block, Builder, Module, Op, Shaped, declare_called, rename
 
-_DROPPED = {"annotation.mark", "hivm.hir.sync_block_set", "hivm.hir.sync_block_wait", "hivm.hir.sync_block_all"}
+_DROPPED = {
+    "annotation.mark",
+    "gpu.barrier",
+    "hivm.hir.sync_block_set",
+    "hivm.hir.sync_block_wait",
+    "hivm.hir.sync_block_all",
+}
 _IGNORED_CALLS = ("@triton_print", "@triton_assert")
 _BF16_AS_IS = ("arith.constant", "arith.extf", "arith.truncf", "arith.select", "arith.bitcast")
 _ARG_MODES = ('"max_with_index"', '"min_with_index"')
@@ -72,7 +78,9 @@ def _rewrite_block(block: Block, module: Module, definitions: dict[str, Op], ker
 
 
 def _bf16_in_f32(ops: list[Op], module: Module) -> list[Op]:
-    """Scalar bf16 arithmetic in fp32, rounded to bf16 after every operation: LLVM for x86 would call a missing function."""
+    """Scalar bf16 arithmetic in fp32, rounded to bf16 after every operation: LLVM for x86 would call a missing
+    function.
+    """
     result: list[Op] = []
     for op in ops:
         arithmetic = op.name.startswith(("arith.", "math.")) and op.name not in _BF16_AS_IS
@@ -94,7 +102,9 @@ def _bf16_in_f32(ops: list[Op], module: Module) -> list[Op]:
 
 
 def _forbid_writes_to_shared_buffers(function: Op) -> None:
-    """The adapter marks a buffer's tensor `writable` even where it goes on using the buffer itself (atomics do that)."""
+    """The adapter marks a buffer's tensor `writable` even where it goes on using the buffer itself (atomics do
+    that).
+    """
     tensors: dict[str, Op] = {}
     for op in function.walk():
         for value in op.operands:
@@ -110,9 +120,7 @@ def _drop_unused_declarations(module: Module) -> None:
     block.ops = [
         op
         for op in block.ops
-        if op.name != "func.func"
-        or op.regions[0]
-        or f"@{(op.props['sym_name'] or '').strip(chr(34))}" in called
+        if op.name != "func.func" or op.regions[0] or f"@{(op.props['sym_name'] or '').strip(chr(34))}" in called
     ]
 
 
@@ -151,8 +159,8 @@ def _reduce(builder: Builder, op: Op, definitions: dict[str, Op]) -> None:
 def _relax(op: Op, module: Module, initial: Op | None, definitions: dict[str, Op]) -> None:
     """Allow the order of a reduction to change, without touching what NaN and infinity do.
 
-    Sums and products may be reassociated. `maxnum` ignores NaN; LLVM vectorises it only without NaN, so NaN is replaced by
-    the neutral element first, which is the same as long as the initial value is not NaN.
+    Sums and products may be reassociated. `maxnum` ignores NaN; LLVM vectorises it only without NaN, so NaN is
+    replaced by the neutral element first, which is the same as long as the initial value is not NaN.
     """
     body = op.body
     value, total = body.args[0], body.args[1]
@@ -197,7 +205,9 @@ def _arg_reduce(builder: Builder, op: Op, source: Shaped, dims: list[int]) -> No
     iterators = [REDUCTION if i in dims else PARALLEL for i in range(rank)]
     out_value, out_index = op.types[2], op.types[3]
     floating = element[0] in "fb"
-    unsigned = any(o.name == "arith.cmpi" and (o.props["predicate"] or "").split(" ")[0] in ("6", "8") for o in op.body.ops)
+    unsigned = any(
+        o.name == "arith.cmpi" and (o.props["predicate"] or "").split(" ")[0] in ("6", "8") for o in op.body.ops
+    )
     if floating:
         name = "arith.maxnumf" if largest else "arith.minnumf"
     else:
@@ -262,7 +272,9 @@ def _arg_reduce(builder: Builder, op: Op, source: Shaped, dims: list[int]) -> No
     plain = tuple(range(len(kept)))
     empty = builder.op("tensor.empty", [], out_index)
     builder.ops.append(
-        generic([(raw, out_index)], [(empty, out_index)], [plain, plain], [PARALLEL] * len(kept), block, [op.results[1]])
+        generic(
+            [(raw, out_index)], [(empty, out_index)], [plain, plain], [PARALLEL] * len(kept), block, [op.results[1]]
+        )
     )
 
 

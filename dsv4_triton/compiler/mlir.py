@@ -40,7 +40,9 @@ def _balanced(text: str, start: int) -> int:
 
 
 def split_top(text: str, separator: str = ",") -> list[str]:
-    """Split at separators outside brackets (`<...>` included, except the `>` of `->`) and strings; parts are stripped."""
+    """Split at separators outside brackets (`<...>` included, except the `>` of `->`) and strings; parts are
+    stripped.
+    """
     parts, depth, begin, i, n = [], 0, 0, 0, len(text)
     while i < n:
         c = text[i]
@@ -90,7 +92,9 @@ class Shaped:
         extents = "".join(("?" if extent < 0 else str(extent)) + "x" for extent in self.shape)
         return f"{self.kind}<{extents}{self.element}{', ' + self.layout if self.layout else ''}>"
 
-    def of(self, *, kind: str | None = None, shape: tuple[int, ...] | None = None, element: str | None = None) -> Shaped:
+    def of(
+        self, *, kind: str | None = None, shape: tuple[int, ...] | None = None, element: str | None = None
+    ) -> Shaped:
         """The same type with parts replaced; the layout is dropped (identity)."""
         return Shaped(kind or self.kind, self.shape if shape is None else shape, element or self.element)
 
@@ -218,9 +222,9 @@ def parse(text: str) -> Module:
     root, _ = _parse_op(lines, at)
     module = Module(aliases, root)
     for op in root.walk():
-        for name, value in op.props.items():
-            if value and "#map" in value:
-                op.props[name] = module.expand(value)
+        for key, text_value in op.props.items():
+            if text_value and "#map" in text_value:
+                op.props[key] = module.expand(text_value)
     # Names `%z...` may already be taken when a module that this package printed is read again.
     module._fresh = max((int(n) for n in re.findall(r"%z(\d+)", text)), default=0)
     return module
@@ -291,7 +295,9 @@ def _print_op(op: Op, indent: str, out: list[str]) -> None:
     out.append(indent)
     if op.results:
         first = op.results[0].partition("#")[0]
-        out.append(f"{first} = " if len(op.results) == 1 and "#" not in op.results[0] else f"{first}:{len(op.results)} = ")
+        out.append(
+            f"{first} = " if len(op.results) == 1 and "#" not in op.results[0] else f"{first}:{len(op.results)} = "
+        )
     out.append(f'"{op.name}"({", ".join(op.operands)}){op.successors}')
     if op.props:
         out.append(f" <{{{_print_dict(op.props)}}}>")
