@@ -60,7 +60,7 @@ def _fold_window(
     entry = tl.zeros((DIM,), tl.float32)
     for chunk in range(first, OVERLAP * PER_WINDOW):
         row = start + chunk * CHUNK
-        block = tl.load(table_ptr + row // ROWS)
+        block = tl.maximum(tl.load(table_ptr + row // ROWS), 0)
         half = (chunk // PER_WINDOW) * DIM
         source = state_ptr + block.to(tl.int64) * block_stride + (row % ROWS) * (2 * WIDTH) + half
         logits = tl.load(source + WIDTH + cell)
