@@ -32,7 +32,7 @@ ALLOWED = {
 """What each part of the package may import of the others; the package itself (its version) is open to all."""
 
 EXTERNAL = {
-    "vllm": {"backend", "model"},
+    "vllm": {"backend", "model", "bench"},
     "transformers": {"backend", "model"},
     "triton": {"compiler", "kernels", "autotune", "bench"},
     "torch_npu": set(),
