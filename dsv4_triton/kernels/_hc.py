@@ -20,7 +20,7 @@ from dsv4_triton.kernels._tiling import next_power_of_2
 
 LANES = 16
 """Tokens whose mixes are finished together; the unit of the gram matrix's diagonal."""
-_MAX_TOKEN_TILE = 128
+_MAX_TOKEN_TILE = 64
 
 
 @triton.jit(do_not_specialize=["T", "TP", "slices"])

@@ -14,7 +14,7 @@ from dsv4_triton.device import family_of
 from dsv4_triton.kernels._checks import FLOATS, check_tensor
 from dsv4_triton.kernels._tiling import even_block
 
-_MAX_BLOCK_ROWS = 128
+_BLOCK_ROWS = (4, 8, 16, 32, 64, 128)
 
 
 @triton.jit(do_not_specialize=["capacity"])
@@ -62,7 +62,7 @@ def grouped_matmul(
 ) -> torch.Tensor:
     """`x[r] @ w[e]^T` for the rows r of each tile, e its expert: [S, N] from `x [S, K]` and `w [E, N, K]`.
 
-    `tiles [3, C]` and `num_tiles [1]` come from `moe_plan` with the same `block_rows` (a power of two from 16 to
+    `tiles [3, C]` and `num_tiles [1]` come from `moe_plan` with the same `block_rows` (a power of two from 4 to
     128); rows in no tile are not written. N and K are multiples of 16. `out` is bf16 or fp32 and decides the
     rounding; without it the result is fp32.
     """
@@ -74,8 +74,8 @@ def grouped_matmul(
     check_tensor("grouped_matmul", "num_tiles", num_tiles, (1,), torch.int32, device=x.device)
     if N % 16 or K % 16:
         raise ValueError(f"grouped_matmul: w is {N} x {K} per expert, expected multiples of 16")
-    if block_rows not in (16, 32, 64, _MAX_BLOCK_ROWS):
-        raise ValueError(f"grouped_matmul: block_rows is {block_rows}, expected 16, 32, 64 or 128")
+    if block_rows not in _BLOCK_ROWS:
+        raise ValueError(f"grouped_matmul: block_rows is {block_rows}, expected one of {_BLOCK_ROWS}")
     if out is None:
         out = torch.empty(rows, N, dtype=torch.float32, device=x.device)
     else:

@@ -57,9 +57,9 @@ def _moe_combine_kernel(rows_ptr, positions_ptr, out_ptr, T, K: tl.constexpr, D:
         tl.store(out_ptr + tl.cast(t, tl.int64) * D + d, total, mask=d < D)
 
 
-def rows_per_tile(pairs: int, num_experts: int) -> int:
-    """Rows per tile of the grouped products: about the mean number of rows of an expert, 16 to 128."""
-    return min(max(16, next_power_of_2(pairs // num_experts)), 128)
+def rows_per_tile(pairs: int, num_experts: int, dot_rows: int) -> int:
+    """Rows per tile of the grouped products: about the mean number of rows of an expert, `dot_rows` to 128."""
+    return min(max(dot_rows, next_power_of_2(triton.cdiv(pairs, num_experts))), 128)
 
 
 def moe_experts(
@@ -91,11 +91,12 @@ def moe_experts(
     if out.numel() == 0:
         return out
     pairs = T * k
-    block_rows = rows_per_tile(pairs, E)
+    family = family_of(x.device.type)
+    block_rows = rows_per_tile(pairs, E, family.dot_rows)
     positions, tiles, num_tiles = moe_plan(ids, E, block_rows=block_rows)
     rows = torch.empty(pairs, D, dtype=x.dtype, device=x.device)
     row_weights = torch.empty(pairs, dtype=torch.float32, device=x.device)
-    grid = (min(T, family_of(x.device.type).vector_cores),)
+    grid = (min(T, family.vector_cores),)
     _moe_dispatch_kernel[grid](x, weights, positions, rows, row_weights, T, K=k, D=D, BD=D)
     gate_up = grouped_matmul(rows, w13, tiles, num_tiles, block_rows=block_rows)
     h = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)

@@ -17,9 +17,9 @@ import triton.language as tl
 
 from dsv4_triton.device import family_of
 from dsv4_triton.kernels._checks import check_tensor
-from dsv4_triton.kernels._tiling import next_power_of_2
 
 _BLOCK = 16
+_MIN_CHUNK = 64
 _MAX_CHUNK = 256
 _MAX_PAIRS = 1 << 24
 
@@ -53,14 +53,12 @@ def _moe_count_kernel(
 
 
 @triton.jit
-def _write_tiles(
-    tiles_ptr, num_tiles_ptr, total, start, capacity, EB: tl.constexpr, BS: tl.constexpr, BLOCK_ROWS: tl.constexpr
-):
-    """The tile list from each expert's row count and first row [EB]."""
+def _write_tiles(tiles_ptr, num_tiles_ptr, total, start, capacity, height, EB: tl.constexpr, BS: tl.constexpr):
+    """The tile list from each expert's row count and first row [EB]; `height` is the rows of a tile, fp32."""
     expert = tl.arange(0, EB).to(tl.float32)[None, :]
-    need = tl.floor((total + (BLOCK_ROWS - 1)) * (1.0 / BLOCK_ROWS))
+    need = tl.floor((total + (height - 1.0)) / height)
     end = tl.cumsum(need, axis=0)
-    shift = (start - (end - need) * BLOCK_ROWS)[None, :]
+    shift = (start - (end - need) * height)[None, :]
     last = (start + total)[None, :]
     end = end[None, :]
     used = tl.sum(need, axis=0)
@@ -70,16 +68,16 @@ def _write_tiles(
         tile = slot.to(tl.float32)
         live = tile < used
         owner = tl.sum(tl.where(end <= tile[:, None], 1.0, 0.0), axis=1)
-        row = tile * BLOCK_ROWS + tl.sum(tl.where(owner[:, None] == expert, shift, 0.0), axis=1)
+        row = tile * height + tl.sum(tl.where(owner[:, None] == expert, shift, 0.0), axis=1)
         left = tl.sum(tl.where(owner[:, None] == expert, last, 0.0), axis=1) - row
-        rows = tl.minimum(left, BLOCK_ROWS, propagate_nan=tl.PropagateNan.ALL)
+        rows = tl.minimum(left, height, propagate_nan=tl.PropagateNan.ALL)
         kept = slot < capacity
         tl.store(tiles_ptr + slot, tl.where(live, owner, 0.0).to(tl.int32), mask=kept)
         tl.store(tiles_ptr + capacity + slot, tl.where(live, row, 0.0).to(tl.int32), mask=kept)
         tl.store(tiles_ptr + 2 * capacity + slot, tl.where(live, rows, 0.0).to(tl.int32), mask=kept)
 
 
-@triton.jit(do_not_specialize=["pairs", "capacity"])
+@triton.jit(do_not_specialize=["pairs", "capacity", "block_rows"])
 def _moe_place_kernel(
     ids_ptr,
     counts_ptr,
@@ -88,11 +86,11 @@ def _moe_place_kernel(
     num_tiles_ptr,
     pairs,
     capacity,
+    block_rows,
     E: tl.constexpr,
     EB: tl.constexpr,
     CHUNK: tl.constexpr,
     BS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
 ):
     lane = tl.arange(0, BS)
     expert = tl.arange(0, EB)
@@ -121,14 +119,15 @@ def _moe_place_kernel(
             position = tl.where(ids >= 0.0, position, -1.0).to(tl.int32)
             tl.store(positions_ptr + first + lane, position, mask=lane < pairs - first)
         if chunk == 0:
-            _write_tiles(tiles_ptr, num_tiles_ptr, total, start, capacity, EB, BS, BLOCK_ROWS)
+            height = block_rows.to(tl.float32)
+            _write_tiles(tiles_ptr, num_tiles_ptr, total, start, capacity, height, EB, BS)
 
 
 def _chunk(pairs: int, block_e: int) -> int:
-    """Pairs per chunk: all up to 256, else what balances comparing within a chunk with adding up the chunks' counts."""
+    """Pairs per chunk, to balance comparing within a chunk with adding up the chunks' counts; two sizes to compile."""
     if pairs <= _MAX_CHUNK:
-        return max(_BLOCK, next_power_of_2(pairs))
-    return next((c for c in (64, 128) if c**3 >= 2 * pairs * block_e), _MAX_CHUNK)
+        return _MIN_CHUNK if pairs <= _MIN_CHUNK else _MAX_CHUNK
+    return _MIN_CHUNK if pairs * block_e <= _MIN_CHUNK**3 else _MAX_CHUNK
 
 
 def tile_capacity(pairs: int, num_experts: int, block_rows: int) -> int:
@@ -168,5 +167,5 @@ def moe_plan(
     if chunks > 1:
         counts = torch.empty(chunks, block_e, dtype=torch.float32, device=ids.device)
         _moe_count_kernel[grid](ids, counts, pairs, **shape)
-    _moe_place_kernel[grid](ids, counts, positions, tiles, num_tiles, pairs, capacity, **shape, BLOCK_ROWS=block_rows)
+    _moe_place_kernel[grid](ids, counts, positions, tiles, num_tiles, pairs, capacity, block_rows, **shape)
     return positions, tiles, num_tiles

@@ -24,8 +24,7 @@ def tolerance(dtype):
     return {"rtol": 3e-6, "atol": 1e-5} if dtype == FP32 else {"rtol": 2**-8, "atol": 2e-2}
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("T", [1, 2, 7, 43, 130])
+@pytest.mark.parametrize(("T", "dtype"), [(1, FP32), (7, FP32), (43, FP32), (130, FP32), (2, BF16), (45, BF16)])
 def test_equals_reference_and_keeps_to_its_memory(T, dtype):
     args = make(T, dtype)
     guarded = Guarded((T, 64), FP32)
@@ -59,17 +58,17 @@ def test_the_limit_reaches_the_experts_for_few_tokens_and_many():
 
 
 def test_padding_rows_contribute_nothing():
-    x, w13, w2, weights, ids = make(20, BF16)
+    x, w13, w2, weights, ids = make(10, BF16)
     clean = moe_experts(x, w13, w2, weights, ids, swiglu_limit=LIMIT)
-    padding = [0, 7, 19]
+    padding = [0, 7, 9]
     ids[padding] = -1
     x[padding] = float("nan")
     weights[padding] = float("nan")
     got = moe_experts(x, w13, w2, weights, ids, swiglu_limit=LIMIT)
-    others = [t for t in range(20) if t not in padding]
+    others = [t for t in range(10) if t not in padding]
     assert_equal(got[others], clean[others])
     assert_equal(got[padding], torch.zeros(3, 64))
-    assert_equal(moe_experts(x, w13, w2, weights, torch.full_like(ids, -1), swiglu_limit=LIMIT), torch.zeros(20, 64))
+    assert_equal(moe_experts(x, w13, w2, weights, torch.full_like(ids, -1), swiglu_limit=LIMIT), torch.zeros(10, 64))
 
 
 def test_an_id_outside_is_skipped():
@@ -79,7 +78,7 @@ def test_an_id_outside_is_skipped():
     assert_close(moe_experts(x, w13, w2, weights, ids, swiglu_limit=LIMIT), want, **tolerance(FP32))
 
 
-@pytest.mark.parametrize("T", [1, 40])
+@pytest.mark.parametrize("T", [1, 43])
 def test_all_tokens_to_one_expert(T):
     x, w13, w2, weights, _ = make(T, FP32)
     ids = torch.full((T, 1), 9, dtype=torch.int32)
@@ -89,9 +88,9 @@ def test_all_tokens_to_one_expert(T):
 
 
 def test_a_token_does_not_depend_on_its_batch():
-    x, w13, w2, weights, ids = make(100, FP32)
+    x, w13, w2, weights, ids = make(130, FP32)
     together = moe_experts(x, w13, w2, weights, ids, swiglu_limit=LIMIT)
-    for t in (0, 50, 99):
+    for t in (0, 50, 129):
         alone = moe_experts(x[t : t + 1], w13, w2, weights[t : t + 1], ids[t : t + 1], swiglu_limit=LIMIT)
         assert_close(alone[0], together[t], rtol=1e-6, atol=1e-6)
 
