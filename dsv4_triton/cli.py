@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import pkgutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Annotated, Literal, Optional, cast
 
@@ -22,8 +26,8 @@ app = typer.Typer(
         "Serving itself is vLLM's own command; the plugin is found by itself once it is installed:\n\n"
         "[bold]  vllm serve MODEL[/bold]\n\n"
         "Start here:\n\n"
-        "[bold]  dsv4-triton doctor[/bold]             what is installed, what is missing, how to get it\n\n"
-        "[bold]  dsv4-triton demo DIR --serve[/bold]   write a small random model and talk to it"
+        "[bold]  dsv4-triton doctor[/bold]             what is installed, what is missing\n\n"
+        "[bold]  dsv4-triton demo DIR --serve[/bold]   write a small random model, talk to it"
     ),
 )
 
@@ -133,6 +137,32 @@ def demo(
     from dsv4_triton.demo.serve import run_demo
 
     raise typer.Exit(run_demo(directory, dtype=dtype, port=port, smoke=smoke, console=console))
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
+def bench(
+    context: typer.Context,
+    name: Annotated[Optional[str], typer.Argument(help="The benchmark; without a name they are listed.")] = None,  # noqa: UP045
+) -> None:
+    """Run a benchmark: `bench NAME [OPTIONS]`; without a name, list them.
+
+    Each compares with a baseline in the same run, and its own --help says what it takes.
+    """
+    from dsv4_triton import bench as package
+
+    known = [module.name for module in pkgutil.iter_modules(package.__path__) if not module.name.startswith("_")]
+    if name in known:
+        command = [sys.executable, "-m", f"{package.__name__}.{name}", *context.args]
+        raise typer.Exit(subprocess.call(command))
+    console = Console()
+    if name not in (None, "-h", "--help"):
+        console.print(f"[bold red]error:[/bold red] no benchmark {name!r}", highlight=False)
+    console.print("dsv4-triton bench NAME [OPTIONS], where NAME is one of", highlight=False)
+    for module in known:
+        source = Path(package.__path__[0], f"{module}.py").read_text()
+        summary = (ast.get_docstring(ast.parse(source)) or "").split("\n")[0]
+        console.print(f"  [bold]{module}[/bold]  {summary}", highlight=False, soft_wrap=True)
+    raise typer.Exit(0 if name in (None, "-h", "--help") else 2)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Product of row groups with one weight matrix each, in plain PyTorch with fp32 maths.
 
-    out[r] = x[r] @ w[expert of r]^T
+`out[r] = x[r] @ w[expert of r]^T`
 """
 
 from __future__ import annotations
