@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, cast
 
-from dsv4_triton.device import FAMILIES, HOST, Family, IndexFormat
+from dsv4_triton.device import FAMILIES, HOST, Family, IndexFormat, RowFormat
 
 HC_MULT = 4
 HEAD_DIM = 512
@@ -337,6 +337,11 @@ def resolve(model: ModelSettings, options: Options, device: Family, *, exact: bo
         raise ConfigError(
             f"{_OPTIONS_KEY}.index_format is 'e4m3', which family {family.name!r} has no instructions for; "
             f'it takes "auto", "int8" or "plain"'
+        )
+    if options.kv_fake_quant == "off" and family.row_format is RowFormat.RECORD and not exact:
+        raise ConfigError(
+            f"{_OPTIONS_KEY}.kv_fake_quant is 'off', but family {family.name!r} stores rows in fp8, which rounds them; "
+            f'it takes "auto" or "on"'
         )
     fake_quant = {"on": True, "off": False, "auto": model.trained_in_fp8}[options.kv_fake_quant]
     return Choices(family=family, kv_fake_quant=fake_quant, index_format=index_format)

@@ -173,3 +173,10 @@ def test_resolve_family() -> None:
 def test_resolve_rejects_fp8_keys_without_fp8() -> None:
     with pytest.raises(ConfigError, match="'e4m3', which family 'a2' has no instructions for"):
         resolve(settings(), Options(device_family="a2", index_format="e4m3"), HOST)
+
+
+def test_resolve_rejects_unrounded_fp8_rows() -> None:
+    options = Options(device_family="a5", kv_fake_quant="off")
+    with pytest.raises(ConfigError, match="kv_fake_quant is 'off', but family 'a5' stores rows in fp8"):
+        resolve(settings(), options, HOST)
+    assert resolve(settings(), options, HOST, exact=True).kv_fake_quant is False
