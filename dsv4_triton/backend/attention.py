@@ -150,6 +150,7 @@ def _compress(
             arguments["indices"] = _select(layer, layer.indexer, hidden, latent, metadata)
             return arguments
     arguments["n_vis"] = step.visible(layer.ratio)
+    arguments["max_n_vis"] = step.max_seq_len // layer.ratio
     return arguments
 
 
