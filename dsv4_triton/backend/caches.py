@@ -1,9 +1,9 @@
 """The paged caches of one attention layer, geometry `fine`, as vLLM cache layers.
 
     cache             block (tokens)  row every       row
-    window            64              token           512 values in the cache dtype, kept for 128 tokens
-    c4 compressed     256             4 tokens        512 values
-    c128 compressed   256             128 tokens      512 values
+    window            64              token           512 values or a record of 640 bytes, kept for 128 tokens
+    c4 compressed     256             4 tokens        512 values or a record
+    c128 compressed   256             128 tokens      512 values or a record
     indexer keys      256             4 tokens        128 values and a scale (one page, two views), or 128 plain values
     c4 state          4               token           2048 fp32, kept for 8 tokens
     indexer state     4               token           512 fp32, kept for 8 tokens
@@ -24,9 +24,10 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend
 
 from dsv4_triton.backend.compat import growing_cache_spec, sliding_cache_spec
-from dsv4_triton.backend.geometry import HIT_TOKENS, STATE_BLOCK, STATE_WINDOW, WINDOW_BLOCK, overlap
+from dsv4_triton.backend.geometry import HIT_TOKENS, RECORD_BYTES, STATE_BLOCK, STATE_WINDOW, WINDOW_BLOCK, overlap
 from dsv4_triton.backend.metadata import StepPlanner
 from dsv4_triton.config import HEAD_DIM, INDEX_DIM, WINDOW
+from dsv4_triton.device import IndexFormat, RowFormat
 
 INDEX_STORAGE = {"int8": (torch.int8, torch.float16), "e4m3": (torch.float8_e4m3fn, torch.float32)}
 """Key and scale dtype of the quantised indexer formats."""
@@ -72,7 +73,7 @@ class IndexKeyCache(CacheLayer):
     """
 
     def __init__(
-        self, vllm_config: VllmConfig, prefix: str, index_format: str, dtype: torch.dtype, planner: StepPlanner
+        self, vllm_config: VllmConfig, prefix: str, index_format: IndexFormat, dtype: torch.dtype, planner: StepPlanner
     ):
         storage = INDEX_STORAGE.get(index_format)
         if storage is None:
@@ -107,16 +108,18 @@ class LayerCaches(nn.Module):
         prefix: str,
         ratio: int,
         dtype: torch.dtype,
-        index_format: str,
+        row_format: RowFormat,
+        index_format: IndexFormat,
         planner: StepPlanner,
     ) -> None:
         super().__init__()
+        width, row_dtype = (HEAD_DIM, dtype) if row_format is RowFormat.PLAIN else (RECORD_BYTES, torch.uint8)
 
         def cache(name: str, spec: Any, tokens_per_row: int = 1) -> CacheLayer:
             return CacheLayer(vllm_config, f"{prefix}.{name}", spec, tokens_per_row, planner)
 
         self.window = cache(
-            "window", sliding_cache_spec(block_size=WINDOW_BLOCK, window=WINDOW, width=HEAD_DIM, dtype=dtype)
+            "window", sliding_cache_spec(block_size=WINDOW_BLOCK, window=WINDOW, width=width, dtype=row_dtype)
         )
         self.compressed: CacheLayer | None = None
         self.state: CacheLayer | None = None
@@ -125,7 +128,7 @@ class LayerCaches(nn.Module):
         if ratio:
             self.compressed = cache(
                 "compressed",
-                growing_cache_spec(block_size=HIT_TOKENS, ratio=ratio, width=HEAD_DIM, dtype=dtype),
+                growing_cache_spec(block_size=HIT_TOKENS, ratio=ratio, width=width, dtype=row_dtype),
                 ratio,
             )
             self.state = cache("state", _state_spec(ratio, HEAD_DIM))

@@ -8,6 +8,8 @@ from __future__ import annotations
 HIT_TOKENS = 256
 """Tokens of a block of compressed rows: 64 rows for ratio 4, 2 rows for ratio 128."""
 WINDOW_BLOCK = 64
+RECORD_BYTES = 640
+"""Row of the fp8 record format: 64 bf16 RoPE values, 448 e4m3 values, 7 e8m0 scales, padding."""
 STATE_BLOCK = {4: 4, 128: 8}
 STATE_WINDOW = {4: 8, 128: 128}
 """Tokens a compressor state row stays needed: both windows of an overlapping c4 entry, the one window of c128."""

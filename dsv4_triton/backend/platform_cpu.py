@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's logger, so that its handlers print it
 
 WORKER_CLASS = "dsv4_triton.backend.worker_cpu.HostWorker"
 THREADS_VARIABLE = "DSV4_TRITON_THREADS"

@@ -25,6 +25,7 @@ class Serving:
     model: ModelSettings
     options: Options
     choices: Choices
+    row_format: RowFormat
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> Serving:
@@ -53,9 +54,16 @@ class Serving:
             raise ConfigError("--pipeline-parallel-size is above 1; pipeline parallelism is not supported")
         device = family_of(vllm_config.device_config.device_type)
         choices = resolve(model, options, device, exact=dtype == torch.float32)
-        if choices.family.row_format is not RowFormat.PLAIN:
-            raise ConfigError(
-                f"dsv4_triton.device_family is {choices.family.name!r}, whose record cache rows are not implemented; "
-                f"it takes 'a2', 'a3' or 'host'"
-            )
-        return cls(model, options, choices)
+        # fp32 is for exact comparisons, so its rows stay whole whatever the family stores.
+        row_format = RowFormat.PLAIN if dtype == torch.float32 else choices.family.row_format
+        return cls(model, options, choices, row_format)
+
+    def summary(self) -> str:
+        """What is served in which formats, for the log."""
+        kinds = [self.model.ratios.count(ratio) for ratio in (0, 4, 128)]
+        rounding = "on" if self.choices.kv_fake_quant else "off"
+        return (
+            f"{kinds[0]} window-only, {kinds[1]} c4 and {kinds[2]} c128 layers; family {self.choices.family.name}; "
+            f"cache geometry {self.options.kv_geometry}, {self.row_format.value} rows, "
+            f"{self.choices.index_format} index keys, fp8 rounding of rows {rounding}"
+        )

@@ -22,7 +22,8 @@ from dsv4_triton.backend.caches import LayerCaches
 from dsv4_triton.backend.geometry import overlap
 from dsv4_triton.backend.metadata import StepPlanner
 from dsv4_triton.backend.op import register_ops
-from dsv4_triton.config import HEAD_DIM, INDEX_DIM, Choices, ModelSettings
+from dsv4_triton.backend.serving import Serving
+from dsv4_triton.config import HEAD_DIM, INDEX_DIM, ModelSettings
 from dsv4_triton.model.loader import Slot, Store, copy_into, into_layer, prefixed
 from dsv4_triton.model.rope import RopeTables, half_layout
 
@@ -129,8 +130,7 @@ class Attention(nn.Module):
     def __init__(
         self,
         vllm_config: VllmConfig,
-        settings: ModelSettings,
-        choices: Choices,
+        serving: Serving,
         ratio: int,
         planner: StepPlanner,
         tables: RopeTables,
@@ -143,6 +143,7 @@ class Attention(nn.Module):
             raise ValueError(f"attention layer {prefix!r} is registered twice")
         layers[prefix] = self
         dtype = vllm_config.model_config.dtype
+        settings, choices = serving.model, serving.choices
         shards = get_tensor_model_parallel_world_size()
         if settings.o_groups % shards:
             raise ValueError(f"tensor parallel size {shards} does not divide o_groups {settings.o_groups}")
@@ -153,7 +154,7 @@ class Attention(nn.Module):
         self.eps = settings.rms_eps
         self.scale = HEAD_DIM**-0.5
         self.fake_quant = choices.kv_fake_quant
-        self.caches = LayerCaches(vllm_config, prefix, ratio, dtype, choices.index_format, planner)
+        self.caches = LayerCaches(vllm_config, prefix, ratio, dtype, serving.row_format, choices.index_format, planner)
 
         self.wq_a_wkv = MergedColumnParallelLinear(
             settings.hidden,

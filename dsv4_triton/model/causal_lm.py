@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 import torch
@@ -19,6 +20,8 @@ from dsv4_triton.model.layer import DecoderLayer, HcParameters
 from dsv4_triton.model.loader import Slot, into_layer, load_strict, prefixed
 from dsv4_triton.model.rope import RopeTables
 
+logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's logger, so that its handlers print it
+
 
 class DeepseekV4Model(nn.Module):
     """Token ids -> hidden states after the mHC head and the last norm."""
@@ -35,7 +38,7 @@ class DeepseekV4Model(nn.Module):
             settings.vocab, settings.hidden, prefix=f"{prefix}.embed_tokens"
         )
         self.layers = nn.ModuleList(
-            DecoderLayer(vllm_config, settings, serving.choices, index, planner, tables, f"{prefix}.layers.{index}")
+            DecoderLayer(vllm_config, serving, index, planner, tables, f"{prefix}.layers.{index}")
             for index in range(settings.layers)
         )
         self.hc_head = HcParameters(settings.hidden, HC_MULT, 1, model_config.dtype)
@@ -75,6 +78,7 @@ class TritonDeepseekV4ForCausalLM(nn.Module):
         super().__init__()
         serving = Serving.of(vllm_config)
         self.settings = serving.model
+        logger.info("DeepSeek-V4 in Triton: %s", serving.summary())
         self.model = DeepseekV4Model(vllm_config, serving, f"{prefix}.model" if prefix else "model")
         # The head is held in fp32 and fed fp32: logits are products and sums in fp32, whatever the model's dtype.
         self.lm_head = ParallelLMHead(

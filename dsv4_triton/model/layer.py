@@ -7,7 +7,8 @@ from torch import nn
 from vllm.config import VllmConfig
 
 from dsv4_triton.backend.metadata import StepPlanner
-from dsv4_triton.config import HC_MULT, Choices, ModelSettings
+from dsv4_triton.backend.serving import Serving
+from dsv4_triton.config import HC_MULT
 from dsv4_triton.kernels.hc_post import hc_post
 from dsv4_triton.kernels.hc_pre import hc_pre, split_fn
 from dsv4_triton.model.attention import Attention, parameter
@@ -46,8 +47,7 @@ class DecoderLayer(nn.Module):
     def __init__(
         self,
         vllm_config: VllmConfig,
-        settings: ModelSettings,
-        choices: Choices,
+        serving: Serving,
         index: int,
         planner: StepPlanner,
         tables: RopeTables,
@@ -55,8 +55,8 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         dtype = vllm_config.model_config.dtype
-        self.settings = settings
-        self.attn = Attention(vllm_config, settings, choices, settings.ratio(index), planner, tables, f"{prefix}.attn")
+        self.settings = settings = serving.model
+        self.attn = Attention(vllm_config, serving, settings.ratio(index), planner, tables, f"{prefix}.attn")
         self.ffn = MoE(settings, dtype, settings.is_hashed(index), f"{prefix}.ffn")
         rows = (2 + HC_MULT) * HC_MULT
         self.hc_attn = HcParameters(settings.hidden, rows, 3, dtype)

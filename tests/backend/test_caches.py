@@ -10,6 +10,7 @@ import torch
 
 from dsv4_triton.backend.caches import CacheLayer, IndexKeyCache, LayerCaches
 from dsv4_triton.backend.metadata import StepPlanner
+from dsv4_triton.device import RowFormat
 
 KIB = 1024
 
@@ -22,10 +23,12 @@ def vllm_config() -> Any:
     return SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
 
 
-def layers(ratios: tuple[int, ...], dtype: torch.dtype, index_format: str) -> dict[str, CacheLayer]:
+def layers(
+    ratios: tuple[int, ...], dtype: torch.dtype, index_format: Any, rows: RowFormat = RowFormat.PLAIN
+) -> dict[str, CacheLayer]:
     config = vllm_config()
     for index, ratio in enumerate(ratios):
-        LayerCaches(config, f"model.layers.{index}.attn", ratio, dtype, index_format, planner())
+        LayerCaches(config, f"model.layers.{index}.attn", ratio, dtype, rows, index_format, planner())
     return config.compilation_config.static_forward_context
 
 
@@ -41,6 +44,13 @@ def test_pages_of_a_c4_layer(dtype: torch.dtype, index_format: str, pages: dict[
     """64 rows of 512 values; 64 keys of 128 bytes and a scale; 4 rows of 2048 and 512 fp32."""
     caches = layers((4,), dtype, index_format)
     assert {name.rpartition(".")[2]: cache.spec.page_size_bytes / KIB for name, cache in caches.items()} == pages
+
+
+def test_pages_of_records() -> None:
+    caches = layers((4, 128), torch.bfloat16, "e4m3", RowFormat.RECORD)
+    rows = {name: cache.spec for name, cache in caches.items() if name.endswith(("window", "compressed"))}
+    assert {spec.dtype for spec in rows.values()} == {torch.uint8}
+    assert [spec.page_size_bytes for spec in rows.values()] == [64 * 640, 64 * 640, 64 * 640, 2 * 640]
 
 
 def test_pages_of_the_other_layers() -> None:
@@ -79,7 +89,7 @@ def test_groups_and_hit_steps(ratios: tuple[int, ...]) -> None:
     ("int8", torch.int8, torch.float16),
     ("e4m3", torch.float8_e4m3fn, torch.float32),
 ])  # fmt: skip
-def test_key_and_scale_view_the_same_page(index_format: str, key: torch.dtype, scale: torch.dtype) -> None:
+def test_key_and_scale_view_the_same_page(index_format: Any, key: torch.dtype, scale: torch.dtype) -> None:
     """All keys of a page, then all scales; blocks further apart than a page; nothing outside is touched."""
     cache = IndexKeyCache(vllm_config(), "x", index_format, torch.bfloat16, planner())
     page = cache.spec.page_size_bytes
@@ -107,6 +117,6 @@ def test_plain_keys_have_no_scale() -> None:
 
 def test_a_prefix_is_registered_once() -> None:
     config = vllm_config()
-    LayerCaches(config, "model.layers.0.attn", 0, torch.bfloat16, "int8", planner())
+    LayerCaches(config, "model.layers.0.attn", 0, torch.bfloat16, RowFormat.PLAIN, "int8", planner())
     with pytest.raises(ValueError, match=r"'model\.layers\.0\.attn\.window' is registered twice"):
-        LayerCaches(config, "model.layers.0.attn", 0, torch.bfloat16, "int8", planner())
+        LayerCaches(config, "model.layers.0.attn", 0, torch.bfloat16, RowFormat.PLAIN, "int8", planner())

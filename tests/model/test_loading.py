@@ -123,7 +123,6 @@ def test_an_engine_start_names_the_missing_tensor(checkpoint: Callable[[str], Pa
         ({"index_topk": 4096}, {}, "index_topk is 4096"),
         ({}, {"additional_config": {"dsv4_triton": {"kv_fakequant": "on"}}}, "unknown option 'kv_fakequant'"),
         ({}, {"additional_config": {"dsv4_triton": {"index_format": 8}}}, "index_format got 8"),
-        ({}, {"additional_config": {"dsv4_triton": {"device_family": "a5"}}}, "device_family is 'a5'"),
         ({}, {"dtype": "float16"}, "--dtype is torch.float16"),
         ({}, {"kv_cache_dtype": "fp8"}, "--kv-cache-dtype is 'fp8'"),
         ({}, {"pipeline_parallel_size": 2}, "pipeline"),
