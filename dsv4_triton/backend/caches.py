@@ -23,6 +23,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend
 
+from dsv4_triton.backend.attention_backend import TritonDsaBackend
 from dsv4_triton.backend.compat import growing_cache_spec, sliding_cache_spec
 from dsv4_triton.backend.geometry import HIT_TOKENS, RECORD_BYTES, STATE_BLOCK, STATE_WINDOW, WINDOW_BLOCK, overlap
 from dsv4_triton.backend.metadata import StepPlanner
@@ -58,8 +59,6 @@ class CacheLayer(nn.Module, AttentionLayerBase):
         return self.kv_cache
 
     def get_attn_backend(self) -> type[AttentionBackend]:
-        from dsv4_triton.backend.attention_backend import TritonDsaBackend
-
         return TritonDsaBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> Any:

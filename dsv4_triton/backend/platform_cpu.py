@@ -73,6 +73,9 @@ class HostPlatform(CpuPlatform):
             )
         if serving.options.host_threads != "auto":
             os.environ[THREADS_VARIABLE] = str(serving.options.host_threads)
+        # OpenMP threads that spin between vLLM's matrix products take the core that the next kernel's threads need: a
+        # decode step is several times slower. The engine's processes start after this and inherit it.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         split_graph_at(f"vllm::{OP_NAME}")
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,6 +14,31 @@ import torch
 from tests.model import engine
 
 os.environ.update(engine.ENVIRONMENT)
+
+
+class TopK(NamedTuple):
+    values: torch.Tensor
+    indices: torch.Tensor
+
+
+@contextlib.contextmanager
+def ties_by_lower_index() -> Iterator[None]:
+    """`torch.topk` with the tie rule of this project.
+
+    With relu in the indexer, whole sets of entries score exactly zero, and torch leaves open which of them it takes.
+    """
+
+    def topk(scores: torch.Tensor, k: int, dim: int = -1, **_: object) -> TopK:
+        values, indices = torch.sort(scores, dim=dim, descending=True, stable=True)
+        return TopK(values.narrow(dim, 0, k), indices.narrow(dim, 0, k))
+
+    usual = torch.topk, torch.Tensor.topk
+    torch.topk = torch.Tensor.topk = topk  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.topk, torch.Tensor.topk = usual  # type: ignore[method-assign]
+
 
 Oracle = Callable[[Sequence[int]], torch.Tensor]
 
@@ -47,7 +74,7 @@ def oracle(checkpoint: Callable[[str], Path]) -> Callable[[str], Oracle]:
             models[dtype] = DeepseekV4ForCausalLM.from_pretrained(path, config=config, dtype=torch.float32).eval()
 
         def logprobs(tokens: Sequence[int]) -> torch.Tensor:
-            with torch.no_grad():
+            with torch.no_grad(), ties_by_lower_index():
                 return models[dtype](torch.tensor([list(tokens)])).logits[0].log_softmax(-1)
 
         return logprobs
