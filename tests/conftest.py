@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import zlib
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded; spinning threads slow the kernels down
 
 import pytest
 import torch
