@@ -50,8 +50,6 @@ class Serving:
             )
         if vllm_config.speculative_config is not None:
             raise ConfigError("--speculative-config is set; speculative decoding is not supported")
-        if vllm_config.parallel_config.pipeline_parallel_size > 1:
-            raise ConfigError("--pipeline-parallel-size is above 1; pipeline parallelism is not supported")
         device = family_of(vllm_config.device_config.device_type)
         choices = resolve(model, options, device, exact=dtype == torch.float32)
         # fp32 is for exact comparisons, so its rows stay whole whatever the family stores.

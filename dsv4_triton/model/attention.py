@@ -29,8 +29,9 @@ from dsv4_triton.model.rope import RopeTables, half_layout
 
 
 def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
-    """An uninitialised parameter that is not trained."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+    """A parameter that is not trained: uninitialised, or zero for integers, which dummy loading leaves alone."""
+    make = torch.empty if dtype.is_floating_point else torch.zeros
+    return nn.Parameter(make(shape, dtype=dtype), requires_grad=False)
 
 
 def permuted(store: Store, dim: int, axis: int = 0) -> Store:

@@ -43,14 +43,13 @@ def copy_into(parameter: nn.Parameter) -> Store:
 def into_layer(layer: nn.Module, shard: int | None = None) -> Store:
     """Store through the weight loader of a vLLM layer, which picks this rank's part; `shard` is the matrix of a merged
     layer."""
-    parameter: Any = layer.weight
-    loader = parameter.weight_loader
 
     def store(tensor: torch.Tensor) -> None:
+        parameter: Any = layer.weight
         if shard is None:
-            loader(parameter, tensor)
+            parameter.weight_loader(parameter, tensor)
         else:
-            loader(parameter, tensor, shard)
+            parameter.weight_loader(parameter, tensor, shard)
 
     return store
 

@@ -125,7 +125,6 @@ def test_an_engine_start_names_the_missing_tensor(checkpoint: Callable[[str], Pa
         ({}, {"additional_config": {"dsv4_triton": {"index_format": 8}}}, "index_format got 8"),
         ({}, {"dtype": "float16"}, "--dtype is torch.float16"),
         ({}, {"kv_cache_dtype": "fp8"}, "--kv-cache-dtype is 'fp8'"),
-        ({}, {"pipeline_parallel_size": 2}, "pipeline"),
         ({}, {"attention_backend": "CPU_ATTN"}, "--attention-backend is CPU_ATTN"),
     ],
 )
