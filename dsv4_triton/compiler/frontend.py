@@ -21,7 +21,14 @@ _triton_lock = threading.RLock()
 
 
 class KernelCompileError(RuntimeError):
-    """A kernel cannot be compiled. The message names the kernel, the operation and the source line where known."""
+    """A kernel cannot be compiled. The message names the kernel, the operation and the source line where known.
+
+    `operation` is the MLIR operation or library function that is not supported, where that is the reason.
+    """
+
+    def __init__(self, message: str, operation: str = ""):
+        super().__init__(message)
+        self.operation = operation
 
 
 @dataclass(frozen=True)
@@ -85,8 +92,8 @@ def _fp8_types(enabled: bool) -> Iterator[None]:
         core.is_compile_on_910_95, semantic.is_compile_on_910_95 = saved
 
 
-def lower_to_ttir(kernel: Any, signature: Signature, options: FrontendOptions, *, debug_info: bool = False) -> str:
-    """TTIR text of a `triton.jit` kernel, after triton's own TTIR passes.
+def lower_to_ttir(kernel: Any, signature: Signature, options: FrontendOptions) -> str:
+    """TTIR text of a `triton.jit` kernel with source locations, after triton's own TTIR passes.
 
     Raises `KernelCompileError` with the kernel's name and source line when the kernel is not valid Triton.
     """
@@ -103,14 +110,17 @@ def lower_to_ttir(kernel: Any, signature: Signature, options: FrontendOptions, *
             module = source.make_ir(npu_options, {"min_dot_size": compiler.min_dot_size(None)}, {}, context)
             module = compiler.make_ttir(module, {"hash": ""}, npu_options)
         except CompilationError as error:
-            raise KernelCompileError(f"kernel {kernel.__name__}: {_first_lines(str(error))}") from error
+            text = _first_lines(str(error))
+            raise KernelCompileError(f"kernel {kernel.__name__}{_python_line(kernel, text)}: {text}") from error
         # A process that forks later must not inherit the context's thread pool.
         context.disable_multithreading()
-        return module.str_nodebug() if not debug_info and hasattr(module, "str_nodebug") else str(module)
+        return str(module)
 
 
-def lower_to_adapter(kernel_name: str, ttir: str, options: FrontendOptions, *, generic: bool = False) -> str:
-    """ttadapter MLIR (linalg on tensors) of TTIR text, in MLIR's pretty form or in its generic form.
+def lower_to_adapter(
+    kernel_name: str, ttir: str, options: FrontendOptions, *, generic: bool = False, locations: bool = False
+) -> str:
+    """ttadapter MLIR (linalg on tensors) of TTIR text, in MLIR's pretty or generic form, without or with locations.
 
     Raises `KernelCompileError` naming operation, kernel and line when the adapter does not support something.
     """
@@ -130,8 +140,25 @@ def lower_to_adapter(kernel_name: str, ttir: str, options: FrontendOptions, *, g
         f"enable-nd2nz-on-vector={options.nd2nz_on_vector} enable-select-analysis={options.select_analysis} "
         f"compile-on-910-95={options.adapter_910_95}",
         *(["--mlir-print-op-generic"] if generic else []),
+        *(["--mlir-print-debuginfo"] if locations else []),
     ]
     return run_tool(command, ttir, kernel_name)
+
+
+def source_line(kernel_name: str, ttir: str, options: FrontendOptions, operation: str) -> str:
+    """` (file:line)` of the first use of an operation in the adapter's output; empty where that cannot be found."""
+    text = lower_to_adapter(kernel_name, ttir, options, locations=True)
+    places = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", text, re.MULTILINE))
+    for line in text.splitlines():
+        if operation in line and "func.func" not in line and (alias := re.search(r"loc\((#loc\d*)\)$", line.strip())):
+            place = places.get(alias[1], "")
+            while nested := re.search(r"#loc\d*", place):
+                place = place.replace(nested[0], places.get(nested[0], ""), 1)
+            # An inlined call lists the callee's place before the caller's; the kernel's own line is the last one.
+            found = re.findall(r'"([^"]+)":(\d+):\d+', place)
+            if found:
+                return f" ({found[-1][0]}:{found[-1][1]})"
+    return ""
 
 
 def run_tool(command: list[str], text: str, kernel_name: str) -> str:
@@ -160,6 +187,15 @@ def _tool_error(stderr: str, text: str) -> str:
             line = f"{line[place.end() :]} (in `{source[int(place[1]) - 1].strip()[:160]}`)"
         message.append(line)
     return "\n".join(message)
+
+
+def _python_line(kernel: Any, message: str) -> str:
+    """` (file:line)` for triton's `at line:column`, which counts from the kernel's `def`."""
+    from triton.runtime.jit import get_jit_fn_file_line
+
+    file, first = get_jit_fn_file_line(kernel)
+    relative = re.match(r"at (\d+):\d+", message)
+    return f" ({file}:{first + int(relative[1]) - 1})" if relative else ""
 
 
 def _first_lines(text: str, count: int = 12) -> str:

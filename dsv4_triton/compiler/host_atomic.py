@@ -22,16 +22,16 @@ _INSTRUCTION = {
 }  # fmt: skip
 
 
-def rewrite_block(block: Block, module: Module, kernel_name: str) -> None:
+def rewrite_block(block: Block, module: Module) -> None:
     """Lower the atomics of a block (not of nested ones), in place."""
     position = 0
     while position < len(block.ops):
         if "GenericAtomicRMW" in block.ops[position].attrs:
-            _lower(block, position, module, kernel_name)
+            _lower(block, position, module)
         position += 1
 
 
-def _lower(block: Block, position: int, module: Module, kernel_name: str) -> None:
+def _lower(block: Block, position: int, module: Module) -> None:
     op = block.ops[position]
     kind = (op.attrs["GenericAtomicRMW"] or "").strip('"')
     target, target_type = op.operands[0], op.types[0]
@@ -47,7 +47,7 @@ def _lower(block: Block, position: int, module: Module, kernel_name: str) -> Non
     else:
         combine = op.body.ops[0].name
         if combine not in _INSTRUCTION:
-            raise KernelCompileError(f"kernel {kernel_name}: atomic {kind} ({combine}) is not supported on the host")
+            raise KernelCompileError(f"atomic {kind} ({combine}) is not supported on the host", "GenericAtomicRMW")
         instruction = _INSTRUCTION[combine]
     old = _old_value(block, position, {target, whole})
     position = block.ops.index(op)

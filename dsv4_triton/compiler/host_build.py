@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from dsv4_triton.compiler import host_llvm, host_memref, host_tensor, mlir
-from dsv4_triton.compiler.frontend import HOST_OPTIONS, Signature, lower_to_adapter, lower_to_ttir, run_tool
+from dsv4_triton.compiler.frontend import (
+    HOST_OPTIONS,
+    KernelCompileError,
+    Signature,
+    lower_to_adapter,
+    lower_to_ttir,
+    run_tool,
+    source_line,
+)
 
 _BUFFERIZE = [
     "--inline",
@@ -67,8 +75,18 @@ def build(kernel: Any, signature: Signature, slots: dict[str, int], symbol: str)
     """
     name = kernel.__name__
     ttir = lower_to_ttir(kernel, signature, HOST_OPTIONS)
+    try:
+        return _build(name, ttir, signature, slots, symbol)
+    except KernelCompileError as error:
+        if not error.operation:
+            raise
+        place = source_line(name, ttir, HOST_OPTIONS, error.operation)
+        raise KernelCompileError(f"kernel {name}{place}: {error}", error.operation) from error
+
+
+def _build(name: str, ttir: str, signature: Signature, slots: dict[str, int], symbol: str) -> host_llvm.HostObject:
     tensors = mlir.parse(lower_to_adapter(name, ttir, HOST_OPTIONS, generic=True))
-    host_tensor.rewrite(tensors, name)
+    host_tensor.rewrite(tensors)
     buffers = mlir.parse(run_tool([*_opt(), *_BUFFERIZE], str(tensors), name))
     host_memref.rewrite(buffers)
     dialect = run_tool([*_opt(), *_TO_LLVM_DIALECT], str(buffers), name)

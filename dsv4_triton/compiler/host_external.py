@@ -19,7 +19,7 @@ def _constant(value: str, definitions: dict[str, Op]) -> int:
     return {"true": 1, "false": 0}[text] if text in ("true", "false") else int(text.split(" ")[0])
 
 
-def lower(builder: Builder, op: Op, definitions: dict[str, Op], kernel_name: str) -> None:
+def lower(builder: Builder, op: Op, definitions: dict[str, Op]) -> None:
     """Append the lowering of one library operation; `KernelCompileError` names one that is unknown."""
     if op.name == "hfusion.histogram":
         _histogram(builder, op)
@@ -36,9 +36,7 @@ def lower(builder: Builder, op: Op, definitions: dict[str, Op], kernel_name: str
         "flip": _flip,
     }
     if name not in lowering:
-        raise KernelCompileError(
-            f"kernel {kernel_name}: library function {op.props['callee']} is not supported on the host"
-        )
+        raise KernelCompileError(f"operation {name} is not supported on the host", op.props["callee"] or name)
     lowering[name](builder, op, constants)
 
 
@@ -160,7 +158,9 @@ def _sort(builder: Builder, op: Op, constants: list[int]) -> None:
     source, kind, shape = _source(builder, op, 0)
     length = shape.shape[axis]
     if axis != len(shape.shape) - 1 or length & (length - 1):
-        raise KernelCompileError(f"sort along axis {axis} of {op.types[0]}: only the last axis, a power of two long")
+        raise KernelCompileError(
+            f"sort of axis {axis} of {op.types[0]}: only the last axis, a power of two long", "triton_sort"
+        )
     target, target_kind = _output(builder, op)
     floating = shape.element[0] in "fb"
     bits = int("".join(c for c in shape.element if c.isdigit()))

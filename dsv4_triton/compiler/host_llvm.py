@@ -99,6 +99,8 @@ def add_entry(text: str, function: str, types: list[tuple[int, str]], symbol: st
         total += -(-size // ALIGNMENT) * ALIGNMENT
         return f"{match[1]} = getelementptr i8, ptr %buffer{len(offsets) - 1}, i64 0"
 
+    if re.search(r"\basm (?:sideeffect )?\"", text):
+        raise KernelCompileError("inline assembly is not supported on the host", "inline_asm")
     text = _MALLOC.sub(place, text)
     if "@malloc(i64 %" in text:
         raise KernelCompileError(f"kernel {function}: needs a temporary whose size is only known at run time")

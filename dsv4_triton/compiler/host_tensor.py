@@ -24,7 +24,7 @@ _ARG_MODES = ('"max_with_index"', '"min_with_index"')
 _NEUTRAL = {"arith.maxnumf": ("0xFF800000", "0xFC00", "0xFF80"), "arith.minnumf": ("0x7F800000", "0x7C00", "0x7F80")}
 
 
-def rewrite(module: Module, kernel_name: str) -> Module:
+def rewrite(module: Module) -> Module:
     """All rewrites of this module, in place. Raises `KernelCompileError` for an operation that the host lacks."""
     host_fp8.rewrite(module)
     for function in module.functions:
@@ -32,7 +32,7 @@ def rewrite(module: Module, kernel_name: str) -> Module:
         definitions = {result: op for op in function.walk() for result in op.results}
         for region in function.regions:
             for block in region:
-                _rewrite_block(block, module, definitions, kernel_name)
+                _rewrite_block(block, module, definitions)
         for block in [b for op in function.walk() for region in op.regions for b in region]:
             block.ops = _bf16_in_f32(block.ops, module)
         _forbid_writes_to_shared_buffers(function)
@@ -52,26 +52,26 @@ def _name_results(function: Op, module: Module) -> None:
     rename(function, mapping)
 
 
-def _rewrite_block(block: Block, module: Module, definitions: dict[str, Op], kernel_name: str) -> None:
-    host_atomic.rewrite_block(block, module, kernel_name)
+def _rewrite_block(block: Block, module: Module, definitions: dict[str, Op]) -> None:
+    host_atomic.rewrite_block(block, module)
     ops: list[Op] = []
     for op in block.ops:
         for region in op.regions:
             for nested in region:
-                _rewrite_block(nested, module, definitions, kernel_name)
+                _rewrite_block(nested, module, definitions)
         callee = (op.props.get("callee") or "") if op.name == "func.call" else ""
         if op.name in _DROPPED or callee.startswith(_IGNORED_CALLS):
             continue
         builder = Builder(module, ops)
         if callee.startswith("@triton_") or op.name == "hfusion.histogram":
-            host_external.lower(builder, op, definitions, kernel_name)
+            host_external.lower(builder, op, definitions)
         elif op.name == "linalg.reduce":
             _reduce(builder, op, definitions)
         elif op.name == "linalg.matmul":
             _matmul(op, definitions)
             ops.append(op)
         elif op.name.startswith(("tt.", "hfusion.")):
-            raise KernelCompileError(f"kernel {kernel_name}: operation {op.name} is not supported on the host")
+            raise KernelCompileError(f"operation {op.name} is not supported on the host", op.name)
         else:
             ops.append(op)
     block.ops = ops
