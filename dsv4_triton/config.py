@@ -21,6 +21,12 @@ INDEX_DIM = 128
 WINDOW = 128
 MAX_INDEX_TOPK = 2048
 """The widest selection of the top-k kernel, hence of `index_topk`."""
+MAX_HEADS = 128
+"""The most heads of the attention kernel."""
+MAX_EXPERTS = 1024
+"""The most experts of the router kernel."""
+WIDTH_STEP = 16
+"""Hidden and intermediate sizes are multiples of this: the tiles of mHC and of the experts."""
 RATIOS = {0: 0, 1: 0, 4: 4, 128: 128}
 """Compression ratios of a config and what they mean here; vLLM writes 1 for window-only layers."""
 
@@ -67,8 +73,8 @@ class _Fields:
     def count(self, name: str, least: int = 1) -> int:
         return cast(int, self.number(name, int, least=least))
 
-    def real(self, name: str) -> float:
-        return cast(float, self.number(name, float, least=0.0))
+    def real(self, name: str, least: float = 0.0) -> float:
+        return cast(float, self.number(name, float, least=least))
 
     def expect(self, name: str, *wanted: Any) -> None:
         """The field is one of `wanted` or absent."""
@@ -157,11 +163,11 @@ class ModelSettings:
             experts=f.count("n_routed_experts"),
             experts_per_token=f.count("num_experts_per_tok"),
             moe_intermediate=f.count("moe_intermediate_size"),
-            hash_layers=_hash_layers(f),
+            hash_layers=_hash_layers(f, layers),
             routed_scaling=f.real("routed_scaling_factor"),
             swiglu_limit=0.0 if f.get("swiglu_limit") is None else f.real("swiglu_limit"),
-            rope_theta=f.real("rope_theta"),
-            compress_rope_theta=f.real("compress_rope_theta"),
+            rope_theta=f.real("rope_theta", least=1.0),
+            compress_rope_theta=f.real("compress_rope_theta", least=1.0),
             yarn=_yarn(f),
             max_positions=f.count("max_position_embeddings"),
             mtp_layers=0 if f.get("num_nextn_predict_layers") is None else f.count("num_nextn_predict_layers", 0),
@@ -175,6 +181,15 @@ class ModelSettings:
             raise ConfigError(
                 f"config.json: index_topk is {self.index_topk}, the kernels select {MAX_INDEX_TOPK} at most"
             )
+        for name, value, most in (
+            ("num_attention_heads", self.heads, MAX_HEADS),
+            ("n_routed_experts", self.experts, MAX_EXPERTS),
+        ):
+            if value > most:
+                raise ConfigError(f"config.json: {name} is {value}, the kernels take {most} at most")
+        for name, value in (("hidden_size", self.hidden), ("moe_intermediate_size", self.moe_intermediate)):
+            if value % WIDTH_STEP:
+                raise ConfigError(f"config.json: {name} is {value}, it must be a multiple of {WIDTH_STEP}")
         if self.heads % self.o_groups:
             raise ConfigError(
                 f"config.json: num_attention_heads ({self.heads}) must be a multiple of o_groups ({self.o_groups})"
@@ -200,15 +215,20 @@ def _ratios(f: _Fields, layers: int) -> tuple[int, ...]:
     if len(listed) < layers:
         raise ConfigError(f"config.json: {name} has {len(listed)} entries for {layers} layers")
     for layer, entry in enumerate(listed):
-        if isinstance(entry, bool) or entry not in known:
+        if isinstance(entry, bool) or not isinstance(entry, (int, str)) or entry not in known:
             takes = ", ".join(str(key) for key in known)
             raise ConfigError(f"config.json: {name}[{layer}] is {entry!r}; layer {layer} can have one of {takes}")
     return tuple(known[entry] for entry in listed[:layers])
 
 
-def _hash_layers(f: _Fields) -> int:
+def _hash_layers(f: _Fields, layers: int) -> int:
     kinds = f.get("mlp_layer_types")
     if f.get("num_hash_layers") is None and kinds is not None:
+        if isinstance(kinds, str) or not isinstance(kinds, Sequence) or len(kinds) < layers:
+            raise ConfigError(f"config.json: mlp_layer_types is {kinds!r}, it must be a list with one entry a layer")
+        for layer, kind in enumerate(kinds):
+            if kind not in ("hash_moe", "moe"):
+                raise ConfigError(f"config.json: mlp_layer_types[{layer}] is {kind!r}, it can be 'hash_moe' or 'moe'")
         hashed = sum(kind == "hash_moe" for kind in kinds)
         if any(kind != "hash_moe" for kind in kinds[:hashed]):
             raise ConfigError(f"config.json: mlp_layer_types is {kinds!r}; hash layers must come first")
@@ -217,11 +237,14 @@ def _hash_layers(f: _Fields) -> int:
 
 
 def _yarn(f: _Fields) -> Yarn | None:
-    scaling = f.get("rope_scaling") or f.get("rope_parameters")
-    if scaling and "compress" in scaling:
+    name = "rope_scaling" if f.get("rope_scaling") else "rope_parameters"
+    scaling = f.get(name)
+    if isinstance(scaling, Mapping) and "compress" in scaling:
         scaling = scaling["compress"]
     if not scaling:
         return None
+    if not isinstance(scaling, Mapping):
+        raise ConfigError(f"config.json: {name} is {scaling!r}, it must be a JSON object")
     r = _Fields(scaling)
     kind = r.get("rope_type", r.get("type"))
     if kind in (None, "default"):
@@ -229,7 +252,7 @@ def _yarn(f: _Fields) -> Yarn | None:
     if kind != "yarn":
         raise ConfigError(f"config.json: rope_scaling has type {kind!r}; this model is implemented for 'yarn' only")
     return Yarn(
-        factor=r.real("factor"),
+        factor=r.real("factor", least=1.0),
         beta_fast=r.real("beta_fast"),
         beta_slow=r.real("beta_slow"),
         original_positions=r.count("original_max_position_embeddings"),
