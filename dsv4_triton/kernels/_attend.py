@@ -79,26 +79,29 @@ def _values(rows_ptr, count, ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constex
 
 @triton.jit
 def _chunk(
-    q_ptr, heads, rows_ptr, table_ptr, bias_ptr, sink_ptr, out_ptr, lse_ptr, page_stride, tile, lo, hi, scale,
+    q_ptr, heads, queries, rows_ptr, table_ptr, bias_ptr, sink_ptr, out_ptr, lse_ptr, page_stride, tile, lo, hi, scale,
     SOURCE: tl.constexpr, FINAL: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
     D: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one token's HEADS heads over TILES tiles from `tile`; with the sink if FINAL, else with its lse."""
+    """Attention of one token's HEADS heads over TILES tiles from `tile`; with the sink if FINAL, else with its lse.
+
+    `queries` is `heads`, or 0 for a padding token, whose row of q may hold anything.
+    """
     head = tl.arange(0, HEADS)
     k0, n0, bias = _tile(rows_ptr, table_ptr, bias_ptr, page_stride, tile, lo, hi, SOURCE, ROWS, D)
-    s0 = _scores(q_ptr, heads, k0, n0, bias, scale, HEADS, ROWS, D, DK)
+    s0 = _scores(q_ptr, queries, k0, n0, bias, scale, HEADS, ROWS, D, DK)
     m = tl.maximum(tl.max(s0, axis=1), -1e29, propagate_nan=ALL)
     if TILES > 1:
         k1, n1, bias = _tile(rows_ptr, table_ptr, bias_ptr, page_stride, tile + 1, lo, hi, SOURCE, ROWS, D)
-        s1 = _scores(q_ptr, heads, k1, n1, bias, scale, HEADS, ROWS, D, DK)
+        s1 = _scores(q_ptr, queries, k1, n1, bias, scale, HEADS, ROWS, D, DK)
         m = tl.maximum(m, tl.max(s1, axis=1), propagate_nan=ALL)
     if TILES > 2:
         k2, n2, bias = _tile(rows_ptr, table_ptr, bias_ptr, page_stride, tile + 2, lo, hi, SOURCE, ROWS, D)
-        s2 = _scores(q_ptr, heads, k2, n2, bias, scale, HEADS, ROWS, D, DK)
+        s2 = _scores(q_ptr, queries, k2, n2, bias, scale, HEADS, ROWS, D, DK)
         m = tl.maximum(m, tl.max(s2, axis=1), propagate_nan=ALL)
     if TILES > 3:
         k3, n3, bias = _tile(rows_ptr, table_ptr, bias_ptr, page_stride, tile + 3, lo, hi, SOURCE, ROWS, D)
-        s3 = _scores(q_ptr, heads, k3, n3, bias, scale, HEADS, ROWS, D, DK)
+        s3 = _scores(q_ptr, queries, k3, n3, bias, scale, HEADS, ROWS, D, DK)
         m = tl.maximum(m, tl.max(s3, axis=1), propagate_nan=ALL)
     if FINAL:
         sink = tl.load(sink_ptr + head, mask=head < heads, other=0.0)
@@ -163,6 +166,9 @@ def attend_kernel(
         position = tl.load(pos_ptr + t)
         req = tl.maximum(tl.load(req_ptr + t), 0)
         lo = 0
+        queries = heads - h
+        if position < 0:
+            queries = 0
         if SOURCE == WINDOW:
             lo = tl.maximum(position + 1 - window, 0)
             hi = position + 1
@@ -181,8 +187,8 @@ def attend_kernel(
             bias += t64 * columns
         if FINAL:
             _chunk(
-                q, heads - h, rows, table, bias, sink_ptr + h, out_ptr + (t64 * heads + h) * D, lse_ptr, page_stride,
-                lo // ROWS, lo, hi, scale, SOURCE, FINAL, TILES, ROWS, HEADS, D, DK, DV,
+                q, heads - h, queries, rows, table, bias, sink_ptr + h, out_ptr + (t64 * heads + h) * D, lse_ptr,
+                page_stride, lo // ROWS, lo, hi, scale, SOURCE, FINAL, TILES, ROWS, HEADS, D, DK, DV,
             )  # fmt: skip
         else:
             if SOURCE == WINDOW:
@@ -192,8 +198,8 @@ def attend_kernel(
             for c in range(split, chunks, splits):
                 place = (t64 * slots + slot0 + c) * heads + h
                 _chunk(
-                    q, heads - h, rows, table, bias, sink_ptr + h, out_ptr + place * D, lse_ptr + place, page_stride,
-                    lo // ROWS + c * TILES, lo, hi, scale, SOURCE, FINAL, TILES, ROWS, HEADS, D, DK, DV,
+                    q, heads - h, queries, rows, table, bias, sink_ptr + h, out_ptr + place * D, lse_ptr + place,
+                    page_stride, lo // ROWS + c * TILES, lo, hi, scale, SOURCE, FINAL, TILES, ROWS, HEADS, D, DK, DV,
                 )  # fmt: skip
 
 

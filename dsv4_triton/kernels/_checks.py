@@ -54,6 +54,13 @@ def check_tensor(
         expected *= sizes[axis]
 
 
+def check_filled(op: str, **tensors: torch.Tensor | None) -> None:
+    """Refuse empty tensors that a kernel reads whatever the indices say: a masked index is read at row 0."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.numel() == 0:
+            raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}, expected at least one row")
+
+
 def output(
     op: str, name: str, out: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:

@@ -26,7 +26,7 @@ TAIL_AT = tl.constexpr(576)
 
 def is_record(cache: torch.Tensor) -> bool:
     """Whether the rows of `cache` are records."""
-    return cache.dtype == torch.uint8
+    return isinstance(cache, torch.Tensor) and cache.dtype == torch.uint8
 
 
 def check_rows(op: str, name: str, cache: torch.Tensor, dtype: Dtypes, device: torch.device) -> None:

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from dsv4_triton.device import family_of
-from dsv4_triton.kernels._checks import FLOATS, check_tensor
+from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor
 from dsv4_triton.kernels._fake_quant import fp8_sim64
 from dsv4_triton.kernels._lang import extract_slice
 from dsv4_triton.kernels._rope import HALF, load_cos_sin, rotate
@@ -175,10 +175,12 @@ def compressor_fold(
     if dim not in DIMS:
         raise ValueError(f"{OP}: the result must have one of {DIMS} features, got {dim}")
     overlap = 2 if ratio == 4 else 1
-    tokens, device = positions.shape[0], state.device
     check_tensor(OP, "state", state, (None, None, 2 * overlap * dim), torch.float32, layout="page")
+    device = state.device
+    check_tensor(OP, "positions", positions, (None,), torch.int32, device=device)
+    tokens = positions.shape[0]
     check_tensor(OP, "state_table", state_table, (None, None), torch.int32, device=device, layout="rows")
-    for name, vector in (("token_req", token_req), ("positions", positions), ("slots", slots)):
+    for name, vector in (("token_req", token_req), ("slots", slots)):
         check_tensor(OP, name, vector, (tokens,), torch.int32, device=device)
     check_tensor(OP, "weight", weight, (dim,), FLOATS, device=device)
     check_tensor(OP, "cos_sin", cos_sin, (None, 64), torch.float32, device=device)
@@ -190,6 +192,7 @@ def compressor_fold(
         check_tensor(OP, "out", result, (tokens, dim), FLOATS, device=device)
     if tokens == 0:
         return
+    check_filled(OP, state=state, state_table=state_table, cos_sin=cos_sin, cache=cache)
     rows = state.shape[1]
     values, as_bytes = record_views(result)
     grid = (min(tokens, family_of(device.type).vector_cores),)

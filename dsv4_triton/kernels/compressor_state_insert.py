@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from dsv4_triton.device import family_of
-from dsv4_triton.kernels._checks import check_tensor
+from dsv4_triton.kernels._checks import check_filled, check_tensor
 
 OP = "compressor_state_insert"
 
@@ -56,16 +56,16 @@ def compressor_state_insert(
     TypeError or ValueError names the argument that does not fit.
     """
     check_tensor(OP, "ape", ape, (None, None), torch.float32)
-    tokens = proj.shape[0]
     ratio, width = ape.shape
-    device = proj.device
     check_tensor(OP, "proj", proj, (None, 2 * width), torch.float32, layout="rows")
+    tokens, device = proj.shape[0], proj.device
     check_tensor(OP, "ape", ape, (ratio, width), torch.float32, device=device)
     check_tensor(OP, "positions", positions, (tokens,), torch.int32, device=device)
     check_tensor(OP, "state", state, (None, None, 2 * width), torch.float32, device=device, layout="page")
     check_tensor(OP, "slots", slots, (tokens,), torch.int32, device=device)
     if tokens == 0:
         return
+    check_filled(OP, ape=ape, state=state)
     grid = (min(tokens, family_of(device.type).vector_cores),)
     _compressor_state_insert_kernel[grid](
         proj,

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from dsv4_triton.device import family_of
-from dsv4_triton.kernels._checks import FLOATS, check_tensor, output
+from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor, output
 from dsv4_triton.kernels._rows import (
     HEAD_DIM,
     TAIL_AT,
@@ -202,6 +202,7 @@ def gather_rows(
     bias = output(OP, "bias", bias, (tokens, columns), torch.float32, device)
     if tokens == 0:
         return rows, bias
+    check_filled(OP, window_cache=window_cache, window_table=window_table, cmp_cache=cmp_cache, cmp_table=cmp_table)
     assert cmp_table is not None
     block = _RECORD_BLOCK if record else BLOCK
     grid = (min(tokens * columns // block, family_of(device.type).vector_cores),)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from dsv4_triton.device import family_of
-from dsv4_triton.kernels._checks import FLOATS, check_tensor, output
+from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor, output
 from dsv4_triton.kernels._hc import LANES, collapse_token, gate, inverse_rms, mix, tokens_per_program
 
 
@@ -76,6 +76,7 @@ def hc_head(
     out = output("hc_head", "out", out, (T, D), x.dtype, x.device)
     if T == 0:
         return out
+    check_filled("hc_head", fn_parts=fn_parts)
     part, gram = mix(x, fn_parts)
     cores = family_of(x.device.type).vector_cores
     tokens = tokens_per_program(T, cores)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from dsv4_triton.device import family_of
-from dsv4_triton.kernels._checks import FLOATS, check_tensor, output
+from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor, output
 from dsv4_triton.kernels._hc import LANES, collapse_token, gate, inverse_rms, mix, mix_row, tokens_per_program
 
 _ROWS = 24
@@ -129,6 +129,7 @@ def hc_pre(
     comb = output("hc_pre", "comb", comb, (T, 4, 4), torch.float32, x.device)
     if T == 0:
         return y, post, comb
+    check_filled("hc_pre", fn_parts=fn_parts)
     part, gram = mix(x, fn_parts)
     cores = family_of(x.device.type).vector_cores
     tokens = tokens_per_program(T, cores)

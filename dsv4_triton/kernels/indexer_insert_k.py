@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from dsv4_triton.device import family_of
-from dsv4_triton.kernels._checks import FLOATS, check_tensor
+from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor
 from dsv4_triton.kernels._index_quant import FORMATS, PLAIN, SCALE_DTYPES, codes, quantise_rows
 
 OP = "indexer_insert_k"
@@ -90,6 +90,7 @@ def indexer_insert_k(
         check_tensor(OP, "scale_cache", scale_cache, (blocks, rows), dtype, device=device, layout="page")
     if tokens == 0:
         return
+    check_filled(OP, key_cache=key_cache)
     scales = key_cache if scale_cache is None else scale_cache
     grid = (min(tokens, family_of(device.type).vector_cores),)
     _indexer_insert_k_kernel[grid](

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from dsv4_triton.device import family_of
-from dsv4_triton.kernels._checks import FLOATS, check_tensor, output
+from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor, output
 from dsv4_triton.kernels._index_quant import FORMATS, PLAIN, SCALE_DTYPES, codes, quantise_rows
 from dsv4_triton.kernels._rope import HALF, heads_per_block, load_cos_sin, rotate
 
@@ -106,6 +106,7 @@ def indexer_quant_q(
         raise ValueError(f"{OP}: scale_out must be None for {dtype}, which has no scale")
     if q.numel() == 0:
         return values, scale
+    check_filled(OP, cos_sin=cos_sin)
     block = heads_per_block(heads, MAX_HEADS_PER_BLOCK)
     items = tokens * (heads // block)
     grid = (min(items, family_of(q.device.type).cube_cores),)

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from dsv4_triton.device import family_of
-from dsv4_triton.kernels._checks import check_tensor, output
+from dsv4_triton.kernels._checks import check_filled, check_tensor, output
 from dsv4_triton.kernels._index_quant import FORMATS, SCALE_DTYPES
 
 OP = "indexer_score"
@@ -149,6 +149,7 @@ def indexer_score(
     out = output(OP, "out", out, (tokens, max_entries), torch.float32, device)
     if out.numel() == 0:
         return out
+    check_filled(OP, key_cache=key_cache, block_table=block_table)
     groups = triton.cdiv(max_entries, tile * TILES_PER_GROUP)
     items = tokens * groups
     key_scales = key_cache if scale_cache is None else scale_cache

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from dsv4_triton.device import family_of
-from dsv4_triton.kernels._checks import FLOATS, check_tensor
+from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor
 from dsv4_triton.kernels._fake_quant import fp8_sim64
 from dsv4_triton.kernels._rope import HALF, rotate
 from dsv4_triton.kernels._rows import HEAD_DIM, check_rows, is_record, record_views, store_record
@@ -166,6 +166,7 @@ def kv_norm_rope_insert(
     check_tensor(OP, "slots", slots, (tokens,), torch.int32, device=kv.device)
     if tokens == 0:
         return
+    check_filled(OP, cos_sin=cos_sin, cache=cache)
     cores = family_of(kv.device.type).vector_cores
     record = is_record(cache)
     run = RUN if tokens >= RUN * cores and not record else 1

@@ -32,8 +32,8 @@ def muls_add(x: torch.Tensor, y: torch.Tensor, scale: float, *, out: torch.Tenso
     x and y have one shape (any rank) and are contiguous, bf16 or fp32 each; `out` has y's shape and dtype and may be
     y, or x where the dtypes agree.
     """
-    check_tensor("muls_add", "x", x, tuple(x.shape), FLOATS)
-    check_tensor("muls_add", "y", y, tuple(x.shape), FLOATS, device=x.device)
+    check_tensor("muls_add", "x", x, getattr(x, "shape", ()), FLOATS)
+    check_tensor("muls_add", "y", y, x.shape, FLOATS, device=x.device)
     out = output("muls_add", "out", out, y.shape, y.dtype, y.device)
     if out.numel() == 0:
         return out

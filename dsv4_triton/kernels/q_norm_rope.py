@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from dsv4_triton.device import family_of
-from dsv4_triton.kernels._checks import FLOATS, check_tensor, output
+from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor, output
 from dsv4_triton.kernels._rope import HALF, heads_per_block, load_cos_sin, rotate
 
 OP = "q_norm_rope"
@@ -76,6 +76,7 @@ def q_norm_rope(
     out = output(OP, "out", out, q.shape, q.dtype, q.device)
     if q.numel() == 0:
         return out
+    check_filled(OP, cos_sin=cos_sin)
     block = heads_per_block(heads, MAX_HEADS_PER_BLOCK)
     items = tokens * (heads // block)
     grid = (min(items, family_of(q.device.type).vector_cores),)

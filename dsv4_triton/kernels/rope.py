@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from dsv4_triton.device import family_of
-from dsv4_triton.kernels._checks import FLOATS, check_tensor, output
+from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor, output
 from dsv4_triton.kernels._rope import HALF, heads_per_block, load_cos_sin, rotate
 
 OP = "rope"
@@ -99,6 +99,7 @@ def rope(
     out = output(OP, "out", out, x.shape, x.dtype, x.device)
     if x.numel() == 0:
         return out
+    check_filled(OP, cos_sin=cos_sin)
     columns = triton.next_power_of_2(width)
     block = heads_per_block(heads, max(1, TILE_VALUES // columns))
     items = tokens * (heads // block)

@@ -29,7 +29,7 @@ import torch
 
 from dsv4_triton.device import Family, family_of
 from dsv4_triton.kernels import _attend
-from dsv4_triton.kernels._checks import FLOATS, check_tensor, output
+from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor, output
 from dsv4_triton.kernels._rows import HEAD_DIM, check_rows, is_record
 from dsv4_triton.kernels._tiling import next_power_of_2
 from dsv4_triton.kernels.gather_rows import BLOCK, gather_rows, window_columns
@@ -295,8 +295,10 @@ def sparse_attention(
     out = output(OP, "out", out, q.shape, q.dtype, device)
     if count == 0:
         return out
+    check_filled(OP, window_cache=window_cache, window_table=window_table)
     if indices is None and dense == 0:
         cmp_cache = cmp_table = n_vis = None
+    check_filled(OP, cmp_cache=cmp_cache, cmp_table=cmp_table)
     tokens = _Tokens(q, token_req, positions, n_vis, indices, out, sink, scale, window)
     page = window_cache.shape[1]
     by_pages = _is_tile(page) and _page_tiles(window, page) <= MAX_TILES and indices is None

@@ -108,6 +108,7 @@ def build(case: Case) -> Inputs:
     heads = case.heads
     sink = torch.randn(heads) if case.sink is None else torch.full((heads,), case.sink)
     q = (2 * torch.randn(len(positions), heads, DIM)).to(case.dtype)
+    q[torch.tensor(positions) < 0] = float("nan")
     compressed: dict[str, torch.Tensor] = {}
     if case.compressed != "none":
         cache, table = paged(entries, case.cmp_page, case.dtype, case.gap, case.record)

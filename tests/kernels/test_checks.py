@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4_triton.kernels._checks import check_tensor, output
+from dsv4_triton.kernels._checks import check_filled, check_tensor, output
 
 
 def check(tensor, shape=(2, 3, 4), dtype=torch.float32, **options) -> None:
@@ -52,3 +52,10 @@ def test_output_is_checked_or_made() -> None:
     assert made.shape == (2, 3) and made.dtype == torch.int32
     with pytest.raises(ValueError, match="out has shape"):
         output("op", "out", given, (3, 2), torch.float32, given.device)
+
+
+def test_refuses_what_is_read_whatever_the_indices_say() -> None:
+    check_filled("op", cache=torch.zeros(1, 4, 8), table=None)
+    for empty in (torch.zeros(0, 4, 8), torch.zeros(3, 0, 8)):
+        with pytest.raises(ValueError, match=r"op: cache has shape .*, expected at least one row"):
+            check_filled("op", table=torch.zeros(1), cache=empty)

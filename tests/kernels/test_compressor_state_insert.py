@@ -102,6 +102,8 @@ def test_errors_name_the_argument() -> None:
     for name, bad, error in (
         ("proj", torch.randn(1, 512).bfloat16(), TypeError),
         ("proj", torch.randn(1, 500), ValueError),
+        ("proj", None, TypeError),
+        ("state", torch.zeros(0, 4, 512), ValueError),
         ("state", torch.zeros(2, 4, 512, dtype=torch.bfloat16), TypeError),
         ("slots", torch.tensor([4]), TypeError),
         ("positions", ints(0, 1), ValueError),

@@ -143,6 +143,8 @@ def test_wrong_arguments_are_named():
         hc_pre(x, parts.float(), scale, base, **EPS)
     with pytest.raises(ValueError, match=r"fn_parts has shape"):
         hc_pre(x, parts[:, :4].contiguous(), scale, base, **EPS)
+    with pytest.raises(ValueError, match=r"fn_parts has shape \(0, 24, 128\)"):
+        hc_pre(x, parts[:0], scale, base, **EPS)
     with pytest.raises(ValueError, match=r"D is 24"):
         hc_pre(x[..., :24].contiguous(), parts[..., :96].contiguous(), scale, base, **EPS)
     with pytest.raises(ValueError, match="sinkhorn_iters is 0"):

@@ -208,5 +208,9 @@ def test_wrong_dtypes_and_head_counts():
         sparse_attention(inputs.q.bfloat16(), *inputs.args()[1:], scale=SCALE)
     with pytest.raises(TypeError, match="positions has dtype"):
         sparse_attention(*inputs.args()[:-1], inputs.positions.long(), scale=SCALE)
+    with pytest.raises(TypeError, match="window_cache must be a"):
+        sparse_attention(inputs.q, None, *inputs.args()[2:], scale=SCALE)
+    with pytest.raises(ValueError, match=r"window_table has shape .* at least one row"):
+        sparse_attention(inputs.q, inputs.window_cache, inputs.window_table[:, :0], *inputs.args()[3:], scale=SCALE)
     with pytest.raises(ValueError, match="129 heads"):
         sparse_attention(torch.zeros(1, 129, DIM), *inputs.args()[1:], scale=SCALE)
