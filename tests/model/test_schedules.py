@@ -53,7 +53,9 @@ def test_batch_of_16_mixed_lengths(llm: Any, one_shot: Callable[[int], torch.Ten
 
 
 def test_decodes_beside_prefills(llm: Any) -> None:
-    prompts = [engine.prompt(length, seed=1) for length in MIXED]
+    """With this seed no choice of an expert or entry is closer than rounding (5.7e-6 of the largest score at least);
+    seed 1 has a token whose sixth and seventh expert are 2.6e-7 apart, and the answer changes by 3e-3 with either."""
+    prompts = [engine.prompt(length, seed=7) for length in MIXED]
     engine.forget(llm)
     alone = [engine.generate(llm, [p], 8)[0] for p in prompts]
     engine.forget(llm)
