@@ -59,7 +59,7 @@ class Serving:
     def summary(self) -> str:
         """What is served in which formats, for the log."""
         kinds = [self.model.ratios.count(ratio) for ratio in (0, 4, 128)]
-        rounding = "on" if self.choices.kv_fake_quant else "off"
+        rounding = "on" if self.choices.kv_fake_quant or self.row_format is RowFormat.RECORD else "off"
         return (
             f"{kinds[0]} window-only, {kinds[1]} c4 and {kinds[2]} c128 layers; family {self.choices.family.name}; "
             f"cache geometry {self.options.kv_geometry}, {self.row_format.value} rows, "
