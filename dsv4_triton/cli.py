@@ -65,7 +65,11 @@ def doctor(
         report = doctor_module.examine()
     doctor_module.render(report, console)
     if json is not None:
-        json.write_text(report.as_json())
+        try:
+            json.write_text(report.as_json())
+        except OSError as error:
+            console.print(f"[bold red]error:[/bold red] {error}", highlight=False, soft_wrap=True)
+            raise typer.Exit(2) from None
     raise typer.Exit(0 if report.can_serve else 1)
 
 

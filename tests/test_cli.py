@@ -64,6 +64,9 @@ def test_demo_writes_and_reuses(tmp_path: Path) -> None:
         (["--ratios", "0,8"], "each layer takes 0, 4 or 128"),
         (["--dtype", "float16"], "must be bfloat16 or float32"),
         (["--experts", "2"], "exceeds experts"),
+        (["--experts", "2000"], "at most 1024"),
+        (["--heads", "256"], "at most 128"),
+        (["--hidden", "100"], "multiple of 16"),
         (["--layers", "0"], "--layers"),
     ],
     ids=str,
@@ -92,6 +95,11 @@ def test_doctor_here(tmp_path: Path) -> None:
         c["name"] for c in report["checks"]
     }
     assert all(check["fix"] for check in report["checks"] if check["status"] != "ok")
+
+
+def test_doctor_report_that_cannot_be_written(tmp_path: Path, quick: None) -> None:
+    result = runner.invoke(app, ["doctor", "--json", str(tmp_path)])
+    assert result.exit_code == 2 and "error:" in result.output and str(tmp_path) in result.output
 
 
 @pytest.fixture

@@ -76,6 +76,12 @@ class DemoSettings:
                      "experts_per_token", "intermediate"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise DemoError(f"{name} is {getattr(self, name)}, it must be at least 1")
+        for name in ("hidden", "intermediate"):
+            if getattr(self, name) % 16:
+                raise DemoError(f"{name} is {getattr(self, name)}, it must be a multiple of 16 to be served")
+        for name, most in (("heads", 128), ("experts", 1024)):
+            if getattr(self, name) > most:
+                raise DemoError(f"{name} is {getattr(self, name)}, at most {most} can be served")
         if not 0 <= self.hash_layers <= len(self.ratios):
             raise DemoError(f"hash_layers is {self.hash_layers}, there are {len(self.ratios)} layers")
         if not 0 <= self.mtp_layers <= 1:
