@@ -1,7 +1,8 @@
 """Time to plan one decode step: layout of the batch, and slots of all six cache kinds, at several batch sizes.
 
 Planning happens once per step, whatever the number of layers. Each figure is the median of `--repeat` steps, every one
-with batch tensors of its own, as vLLM makes them. The peer is the same planning by the PyTorch references.
+with batch tensors of its own, as vLLM makes them. The peer is the same planning by the PyTorch references on one thread
+(more threads only add waiting at these sizes).
 
     python -m dsv4_triton.bench.metadata [--json FILE]
 """
@@ -109,6 +110,7 @@ def main(
     ] = None,
 ) -> None:
     """Print the planning time of a decode step at 1, 64 and 256 sequences."""
+    torch.set_num_threads(1)
     with host.installed():
         figures = [measure(batch, repeat) for batch in (1, 64, 256)]
     table = Table(title=f"planning a decode step, {len(CACHES)} caches, context up to {CONTEXT}")
