@@ -15,7 +15,7 @@ rows]. Rows that do not exist are not loaded: the loop starts behind them, so a 
 The softmax is online over chunks of CHUNK rows; a chunk divides the page and the window, so it is contiguous.
 Grid: one program per vector core at most, each with a contiguous range of tokens (closing tokens are every ratio-th,
 so a strided walk would leave most programs without work). UB bytes: about 5 * CHUNK * d * 4, doubled for the two
-loads. Families: all. Source: model.md 4.2 to 4.4, 9.3.
+loads. Families: all. Source: docs/model.md, sections 5 and 8.
 """
 
 import math

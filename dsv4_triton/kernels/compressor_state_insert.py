@@ -6,7 +6,7 @@ needs neither ape nor the position's phase.
 
 Grid: one program per vector core at most; each walks its tokens with a stride and skips slots below 0.
 UB bytes: 3 rows of W fp32 (24 KiB with double buffering at W = 1024). Families: all.
-Source: model.md 4.2 (row), 4.4 (state), 9.3 (slots).
+Source: docs/model.md, sections 5 (row, state) and 8 (slots).
 """
 
 import torch

@@ -8,7 +8,7 @@ Only every fourth token closes an entry and rows go to scattered slots, so a row
 weighted sum of the matrix's rows, which stay on the core. The lower half of H is [M, -M] where the upper is [M, M],
 so the upper half and the signs of row 64 are enough: y = sum_k H[k] e[k] + H[64] * sum_k H[k] e[64 + k] over k < 64.
 Grid: one program per vector core at most, each with a contiguous range of tokens. UB bytes: about 64 * 128 * 10.
-Families: all. Source: model.md 5.2, 5.3, 9.3.
+Families: all. Source: docs/model.md, sections 6 and 8.
 """
 
 import torch

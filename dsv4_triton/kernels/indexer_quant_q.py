@@ -8,7 +8,7 @@ scales.
 
 Grid: one program per cube core at most, persistent over (token, block of heads). The rotation's columns go to the
 matrix unit in three parts (64 untouched, two rotated halves of 32), so nothing is concatenated. UB bytes: about BH *
-128 * 16. Families: all. Source: model.md 5.1 to 5.3.
+128 * 16. Families: all. Source: docs/model.md, section 6.
 """
 
 import torch

@@ -12,7 +12,7 @@ axis. Tiles from n_vis on are not read; rows from n_vis on inside the last tile 
 program per cube core at most, persistent over (token, group of GROUP tiles). L0C bytes: BLOCK * HI * 4. UB bytes:
 about BLOCK * HI * 8. On A2 and A3 `tile_mix_vector_loop=1` divides the vector work between both vector cores, and a
 single store per tile keeps matrix and vector work overlapped; hence a second kernel for the rest of the row.
-Families: all (e4m3 where the matrix unit has it: A5, host). Source: model.md 5.1, 5.3.
+Families: all (e4m3 where the matrix unit has it: A5, host). Source: docs/model.md, section 6.
 """
 
 import torch

@@ -13,7 +13,7 @@ where to cut them. The selected entries are then compacted by their rank. All co
 comparisons are scalar code on A2 and A3.
 
 Grid: one program per vector core at most, persistent over (row, tile). UB bytes: about 6 * 4 * TILE. Families: all.
-Source: model.md 5.1 (tie rule, -1 padding).
+Source: docs/model.md, section 6 (tie rule).
 """
 
 import torch

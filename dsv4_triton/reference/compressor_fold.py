@@ -1,4 +1,4 @@
-"""Reference of `compressor_fold`: the softmax fold of a closed window into one entry (model.md 4.2 to 4.4)."""
+"""Reference of `compressor_fold`: the softmax fold of a closed window into one entry (docs/model.md, section 5)."""
 
 from __future__ import annotations
 

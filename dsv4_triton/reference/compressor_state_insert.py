@@ -1,4 +1,4 @@
-"""Reference of `compressor_state_insert`: one raw row [u | g + ape] per token (model.md 4.2 and 4.4)."""
+"""Reference of `compressor_state_insert`: one raw row [u | g + ape] per token (docs/model.md, section 5)."""
 
 from __future__ import annotations
 

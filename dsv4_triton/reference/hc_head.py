@@ -2,7 +2,7 @@
 
     m = (F @ fn^T) * rsqrt(mean(F^2) + norm_eps);  pre_j = sigmoid(m_j scale[0] + base_j) + hc_eps;  h = sum_j pre_j x_j
 
-Source: `hc_head` of the official DeepSeek inference code, restated in the model specification.
+Source: `hc_head` of the official DeepSeek inference code, restated in docs/model.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     x'_k = post_k y + sum_j comb[j, k] x_j        the sum runs over the FIRST index of comb
 
-Source: `hc_post` of the official DeepSeek inference code, restated in the model specification.
+Source: `hc_post` of the official DeepSeek inference code, restated in docs/model.md.
 """
 
 from __future__ import annotations

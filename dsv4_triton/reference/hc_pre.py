@@ -6,7 +6,7 @@
     comb = Sinkhorn(m[8:] scale[2] + base[8:]): row softmax + hc_eps, then alternately columns and rows, columns last
     y = sum_j pre_j x_j
 
-Source: `hc_pre` and `hc_split_sinkhorn` of the official DeepSeek inference code, restated in the model specification.
+Source: `hc_pre` and `hc_split_sinkhorn` of the official DeepSeek inference code, restated in docs/model.md.
 """
 
 from __future__ import annotations

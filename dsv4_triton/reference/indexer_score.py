@@ -1,4 +1,4 @@
-"""Reference of `indexer_score`: weighted relu scores of every visible indexer key (model.md 5.1)."""
+"""Reference of `indexer_score`: weighted relu scores of every visible indexer key (docs/model.md, section 6)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reference of `indexer_topk`: the k best visible entries under an exact tie rule (model.md 5.1)."""
+"""Reference of `indexer_topk`: the k best visible entries under an exact tie rule (docs/model.md, section 6)."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
     ids = the k best of s + bias (higher first, then the lower expert), or tid2eid[token id]
     w = routed_scaling_factor * s[ids] / (sum s[ids] + 1e-20)          the bias chooses and never weighs
 
-Source: `Gate` of the official DeepSeek inference code, restated in the model specification; the 1e-20 (which only
+Source: `Gate` of the official DeepSeek inference code, restated in docs/model.md; the 1e-20 (which only
 matters where every chosen score underflows) is from transformers' DeepSeek-V4 router.
 """
 

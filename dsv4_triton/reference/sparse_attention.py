@@ -10,7 +10,7 @@ compressed rows:
 
 A row is key and value at once. `round` is the cast to q's dtype (nothing for fp32); Z sums the unrounded terms. Rows
 may be records (uint8), which are decoded. The window and the compressed set overlap on purpose: a position may be
-attended raw and compressed. Source: the official inference code, restated in the model specification (scores and
+attended raw and compressed. Source: the official inference code, restated in docs/model.md (scores and
 softmax; which keys).
 """
 
