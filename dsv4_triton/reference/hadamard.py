@@ -1,7 +1,8 @@
 """The Hadamard rotation of the indexer: `128^-0.5 * H x` with the +-1 Sylvester matrix H.
 
 Shapes: `sylvester(n)` is [n, n], `hadamard(x, matrix)` maps [..., n] to [..., n]. The matrix is symmetric and, with the
-factor, orthonormal, so queries and keys that are both rotated keep their dot products. Source: docs/model.md, section 6.
+factor, orthonormal, so queries and keys that are both rotated keep their dot products. Source:
+docs/model.md, section 6.
 """
 
 from __future__ import annotations

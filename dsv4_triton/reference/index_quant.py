@@ -1,7 +1,7 @@
 """How indexer queries and keys are stored: int8 with an fp16 scale, e4m3 with a power-of-two fp32 scale, or plain.
 
-Source: docs/model.md, section 6. For int8 the integers are computed from the scale as it is stored (rounded to fp16), so that
-`q * scale` is the nearest representable value; a row whose scale is zero has zero integers.
+Source: docs/model.md, section 6. For int8 the integers are computed from the scale as it is stored (rounded to fp16),
+so that `q * scale` is the nearest representable value; a row whose scale is zero has zero integers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reference of `indexer_insert_k`: Hadamard, quantisation and cache insert of indexer keys (docs/model.md, section 6)."""
+"""Reference of `indexer_insert_k`: Hadamard, quantisation and cache insert of indexer keys, docs/model.md section 6."""
 
 from __future__ import annotations
 

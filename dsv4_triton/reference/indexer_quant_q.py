@@ -1,4 +1,4 @@
-"""Reference of `indexer_quant_q`: RoPE, Hadamard and quantisation of the indexer's queries (docs/model.md, section 6)."""
+"""Reference of `indexer_quant_q`: RoPE, Hadamard and quantisation of the indexer's queries, docs/model.md section 6."""
 
 from __future__ import annotations
 
