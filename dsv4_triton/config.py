@@ -298,9 +298,9 @@ class Options:
             return cls()
         if not isinstance(additional_config, Mapping):
             raise ConfigError(f"additional_config is {additional_config!r}, it must be a JSON object")
+        _reject_near_miss(name for name in additional_config if name != _OPTIONS_KEY)
         given = additional_config.get(_OPTIONS_KEY)
         if given is None:
-            _reject_near_miss(name for name in additional_config if name != _OPTIONS_KEY)
             return cls()
         if not isinstance(given, Mapping):
             raise ConfigError(f"{_OPTIONS_KEY} is {given!r}, it must be a JSON object of options")
@@ -314,13 +314,15 @@ def _reject_near_miss(names: Iterable[str]) -> None:
     for name in names:
         if difflib.get_close_matches(str(name).replace("-", "_").lower(), [_OPTIONS_KEY], cutoff=0.8):
             raise ConfigError(f"additional_config has {name!r}; did you mean {_OPTIONS_KEY!r}?")
+        if name in {field.name for field in fields(Options)}:
+            raise ConfigError(f"additional_config has {name!r} at its top level; it belongs inside {_OPTIONS_KEY!r}")
 
 
 def _check_option(name: str, value: Any) -> None:
     known = [field.name for field in fields(Options)]
     if name not in known:
         close = difflib.get_close_matches(str(name), known, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = f"; did you mean {close[0]!r}?" if close else "."
         raise ConfigError(f"{_OPTIONS_KEY}: unknown option {name!r}{hint} Known options: {', '.join(known)}")
     if name == "host_threads":
         if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1024):

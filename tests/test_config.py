@@ -140,7 +140,7 @@ def test_options_are_read() -> None:
     ("given", "says"),
     [
         ({"dsv4_triton": {"kv_fakequant": "on"}}, "'kv_fakequant'; did you mean 'kv_fake_quant'"),
-        ({"dsv4_triton": {"zzz": 1}}, "unknown option 'zzz' Known options: device_family, kv_fake_quant"),
+        ({"dsv4_triton": {"zzz": 1}}, "unknown option 'zzz'. Known options: device_family, kv_fake_quant"),
         ({"dsv4_triton": {"kv_fake_quant": True}}, 'kv_fake_quant got True, it takes "auto", "on", "off"'),
         ({"dsv4_triton": {"kv_fake_quant": ["on"]}}, r"kv_fake_quant got \['on'\]"),
         ({"dsv4_triton": {"kv_geometry": "coarse"}}, "kv_geometry got 'coarse', it takes \"fine\""),
@@ -151,6 +151,8 @@ def test_options_are_read() -> None:
         ({"dsv4_triton": {"host_threads": 1.5}}, "host_threads got 1.5"),
         ({"dsv4_triton": "on"}, "dsv4_triton is 'on', it must be a JSON object"),
         ({"dsv4-triton": {}}, "'dsv4-triton'; did you mean 'dsv4_triton'"),
+        ({"dsv4-triton": {}, "dsv4_triton": {}}, "'dsv4-triton'; did you mean 'dsv4_triton'"),
+        ({"kv_fake_quant": "on"}, "'kv_fake_quant' at its top level; it belongs inside 'dsv4_triton'"),
         ([], "additional_config is .* must be a JSON object"),
     ],
     ids=str,

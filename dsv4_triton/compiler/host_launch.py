@@ -7,6 +7,7 @@ without loops; the classes form the key of the compiled specialisation.
 from __future__ import annotations
 
 import inspect
+import operator
 import struct
 import threading
 from collections.abc import Callable
@@ -144,7 +145,7 @@ class Launcher:
             return annotated or "i1", value
         if isinstance(value, float) and not annotated:
             return "fp32", value
-        if hasattr(value, "__index__"):
+        if hasattr(value, "__index__") and not hasattr(value, "__len__"):
             number = value.__index__()
             if annotated:
                 return self._annotated(index, annotated, number)
@@ -157,7 +158,7 @@ class Launcher:
             if number < 2**64:
                 return "u64", number
             raise self._error(index, f"is {number}, which needs more than 64 bits")
-        if hasattr(value, "__float__"):
+        if hasattr(value, "__float__") and not hasattr(value, "__len__"):
             return "fp32", float(value)
         raise self._error(index, f"has type {type(value).__name__}; a tensor, a number or None is needed")
 
@@ -191,12 +192,13 @@ class Launcher:
             return compiled
         if callable(grid):
             grid = grid(self.named(*args, **kwargs))
-        size = len(grid)
-        x = int(grid[0])
-        y = int(grid[1]) if size > 1 else 1
-        z = int(grid[2]) if size > 2 else 1
+        try:
+            x, y, z = (*map(operator.index, grid), 1, 1)[: max(3, len(grid))]
+        except (TypeError, ValueError):
+            problem = f"grid is {grid!r}, it must be a tuple of one to three integers"
+            raise TypeError(f"kernel {self.name}: {problem}") from None
         count = x * y * z
-        if count <= 0:
+        if count <= 0 or min(x, y, z) < 0:
             if min(x, y, z) < 0:
                 raise ValueError(f"kernel {self.name}: grid {(x, y, z)} has a negative extent")
             return compiled

@@ -125,6 +125,17 @@ class TestArguments:
         with pytest.raises(ValueError, match="negative"):
             k.in_place[(-1,)](torch.empty(4), torch.empty(4), 64)
 
+    @pytest.mark.parametrize("grid", [(), (1, 1, 1, 2), (1.5,), 1], ids=str)
+    def test_grid_that_is_none(self, grid):
+        x = torch.randn(64)
+        with pytest.raises(TypeError, match=r"in_place.*grid is .*one to three integers"):
+            k.in_place[grid](x, x, 64)
+
+    def test_array_of_another_library(self):
+        x = torch.randn(64)
+        with pytest.raises(KernelArgumentError, match=r"in_place.*has type ndarray"):
+            k.in_place[(1,)](x.numpy(), x, 64)
+
     def test_grid_from_a_function(self):
         x, y, o = torch.randn(3000), torch.randn(3000), torch.empty(3000)
         k.add[lambda meta: (triton.cdiv(meta["n"], meta["B"]),)](x, y, o, 3000, B=256)
