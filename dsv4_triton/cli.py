@@ -111,6 +111,8 @@ def demo(
     """
     from dsv4_triton.demo.checkpoint import DemoError, DemoSettings, default_ratios, write_checkpoint
 
+    if (smoke or port) and not serve:
+        raise typer.BadParameter("needs --serve", param_hint="--smoke" if smoke else "--port")
     console = Console()
     kinds = _numbers(ratios) if ratios else default_ratios(layers)
     try:
@@ -133,7 +135,8 @@ def demo(
         raise typer.Exit(2) from None
     size = sum(file.stat().st_size for file in directory.iterdir()) / 2**20
     done = "wrote" if written else "already there with these settings:"
-    console.print(f"{done} {directory} ({size:.0f} MiB, {dtype}, compress ratios {list(kinds)})", highlight=False)
+    what = f"{size:.0f} MiB, {dtype}, compress ratios {list(kinds)}"
+    console.print(f"{done} {directory} ({what})", highlight=False, soft_wrap=True)
     if not serve:
         flag = " --dtype float32" if dtype == "float32" else ""
         console.print(f"serve it with: vllm serve {directory}{flag}", highlight=False, soft_wrap=True)

@@ -289,7 +289,7 @@ class Options:
     index_format: IndexChoice = "auto"
     """Stored indexer keys; `auto` is the family's own format, and `plain` with `--dtype float32`."""
     host_threads: int | Literal["auto"] = "auto"
-    """Threads that share a kernel's grid on the host; `auto` is one a core."""
+    """Threads that share a kernel's grid on the host; `auto` is one a CPU this process may use."""
 
     @classmethod
     def of(cls, additional_config: Any) -> Options:

@@ -23,18 +23,17 @@ ALLOWED = {
     "kernels": BASE | {"compiler", "kernels"},
     "backend": BASE | {"compiler", "kernels", "backend"},
     "model": BASE | {"compiler", "kernels", "backend", "model"},
-    "autotune": BASE | {"compiler", "kernels", "reference", "bench", "autotune"},
     "bench": BASE | {"compiler", "kernels", "reference", "backend", "model", "demo", "bench"},
     "demo": {"demo"},
     "doctor": {"device"},
-    "cli": {"doctor", "demo", "compiler", "kernels", "autotune", "bench", *BASE},
+    "cli": {"doctor", "demo", "compiler", "kernels", "bench", *BASE},
 }
 """What each part of the package may import of the others; the package itself (its version) is open to all."""
 
 EXTERNAL = {
     "vllm": {"backend", "model", "bench"},
     "transformers": {"backend", "model"},
-    "triton": {"compiler", "kernels", "autotune", "bench"},
+    "triton": {"compiler", "kernels", "bench"},
     "torch_npu": set(),
 }
 """Which parts may import a package when they are imported themselves; inside functions it is their own affair."""

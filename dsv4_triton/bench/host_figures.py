@@ -1,4 +1,4 @@
-"""Figures of the host driver, side by side in one run: `python -m dsv4_triton.bench.host_figures`.
+"""Figures of the host driver, side by side in one run.
 
 Three kernels are checked against PyTorch, then timed natively on one thread, in PyTorch on one thread and in Triton's
 interpreter (one program there, times their number); a launch and cold builds are timed as well. Each figure is
@@ -63,7 +63,7 @@ class Row:
 
 def cases() -> list[Case]:
     """The cases of the figures; tensors are made here, from a fixed seed."""
-    from dsv4_triton.bench import host_kernels as kernels
+    from dsv4_triton.bench import _host_kernels as kernels
 
     torch.manual_seed(0)
     a, b, c = torch.randn(256, 256), torch.randn(256, 256), torch.empty(256, 256)
@@ -130,7 +130,7 @@ def _interpreter_times() -> dict[str, float]:
 
 def launch_microseconds() -> float:
     """Time of one launch of a kernel that does next to nothing, from `kernel[grid](...)` to its return."""
-    from dsv4_triton.bench import host_kernels as kernels
+    from dsv4_triton.bench import _host_kernels as kernels
 
     x = torch.ones(16)
 

@@ -23,6 +23,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from dsv4_triton.backend.caches import HIT_TOKENS, STATE_BLOCK, WINDOW_BLOCK
 from dsv4_triton.backend.metadata import StepPlanner
+from dsv4_triton.bench import run_command
 from dsv4_triton.compiler import host
 from dsv4_triton.reference.step_layout import step_layout
 from dsv4_triton.reference.token_slots import token_slots
@@ -125,4 +126,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

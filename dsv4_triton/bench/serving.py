@@ -24,6 +24,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from dsv4_triton.bench import run_command
 from dsv4_triton.demo.checkpoint import DemoSettings, write_checkpoint
 from dsv4_triton.demo.serve import NAME, Server, free_port, server_command, wait_until_ready
 
@@ -174,4 +175,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

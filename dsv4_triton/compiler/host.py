@@ -10,9 +10,9 @@ Importing this module changes nothing. It refuses to install where a real NPU or
 
 `tl.device_print` and `tl.device_assert` do nothing here.
 
-Options are environment variables: DSV4_TRITON_THREADS (threads that share a grid, default the CPU count),
-DSV4_TRITON_CACHE_DIR (compiled code, default ~/.cache/dsv4_triton), DSV4_TRITON_DUMP_DIR (write LLVM IR and assembly
-there).
+Options are environment variables: DSV4_TRITON_THREADS (threads that share a grid, default the CPUs this process may
+use), DSV4_TRITON_CACHE_DIR (compiled code, default ~/.cache/dsv4_triton), DSV4_TRITON_DUMP_DIR (write LLVM IR and
+assembly there).
 """
 
 from __future__ import annotations

@@ -1,1 +1,0 @@
-"""Search spaces, tuning and the shipped launch configs."""
