@@ -61,7 +61,7 @@ def test_greedy_continuation_of_64_tokens(llm: Any, expected: Oracle, length: in
 def test_bf16_stays_close(checkpoint: Callable[[str], Path], oracle: Callable[[str], Oracle]) -> None:
     """bf16 with int8 indexer keys against fp32 maths on the same (bf16) weights."""
     expected = oracle("bfloat16")
-    prompts = [engine.prompt(length) for length in (5, 129, 300, 700)]
+    prompts = [engine.prompt(length) for length in LENGTHS]
     with engine.engine(checkpoint("bfloat16"), dtype="bfloat16") as llm:
         scores = engine.score(llm, prompts)
     differences = torch.cat([(s - teacher_forced(p, expected(p))).abs() for p, s in zip(prompts, scores, strict=True)])
