@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
@@ -92,10 +94,30 @@ def family_of_soc(soc: str) -> Family:
     return max(matches, key=lambda match: match[0])[1]
 
 
+_acting: Family | None = None
+
+
+@contextmanager
+def acting_as(family: Family) -> Iterator[None]:
+    """While active, CPU tensors belong to `family` instead of HOST: launchers take its configuration and its variants.
+
+    Kernels still run on the host, or are recorded for an offline compile. Nests; holds for all threads of the process.
+    """
+    global _acting
+    saved, _acting = _acting, family
+    try:
+        yield
+    finally:
+        _acting = saved
+
+
 def family_of(device_type: str) -> Family:
-    """The family that serves tensors of a torch device type (`"cpu"` is HOST, `"npu"` is asked for its SoC name)."""
+    """The family that serves tensors of a torch device type.
+
+    `"cpu"` is HOST, or the family of `acting_as`; `"npu"` is asked for its SoC name.
+    """
     if device_type == "cpu":
-        return HOST
+        return _acting or HOST
     if device_type == "npu":
         import torch_npu
 

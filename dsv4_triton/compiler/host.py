@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from dsv4_triton.compiler import launches
 from dsv4_triton.compiler.host_launch import Launcher
 
 _lock = threading.RLock()
@@ -84,6 +85,8 @@ def _refuse_over_a_real_driver() -> None:
     import torch
     from triton.runtime import driver
 
+    if launches.is_recording():
+        raise HostDriverError("launches are being recorded; install the host driver outside of it")
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         raise HostDriverError(
             "TRITON_INTERPRET=1 makes every kernel an interpreted one; unset it to run kernels natively"

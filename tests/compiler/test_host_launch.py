@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from dsv4_triton.compiler import host, host_cache
+from dsv4_triton.compiler.binding import KernelArgumentError
 from dsv4_triton.compiler.frontend import KernelCompileError
-from dsv4_triton.compiler.host_launch import KernelArgumentError
 from tests.compiler import feature_kernels as k
 from tests.numeric import assert_equal
 
