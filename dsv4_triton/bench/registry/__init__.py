@@ -1,0 +1,102 @@
+"""One registry of cases: every public op at the shapes of DeepSeek-V4-Flash and -Pro, and small ones for the host.
+
+    from dsv4_triton.bench.registry import select
+
+    for case in select(kernel="hc_post", model="flash"):
+        inputs = case.build(A2, fill=False)          # arguments by name; fill=True to run and compare
+        case.launcher(**inputs.arguments)
+
+Compile, tests, tune and bench read it. A new kernel is one `Entry` in the module of its group; a new shape is one more
+(step, variant) pair of an entry.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from functools import cache
+
+from dsv4_triton.bench.registry.case import Case, Entry, Inputs, Minimum
+from dsv4_triton.bench.registry.compare import MismatchError, Tolerance
+from dsv4_triton.bench.registry.models import MODELS
+
+__all__ = [
+    "MODELS",
+    "Case",
+    "Inputs",
+    "Minimum",
+    "MismatchError",
+    "RegistryError",
+    "Tolerance",
+    "cases",
+    "ops",
+    "select",
+]
+
+
+class RegistryError(ValueError):
+    """A kernel, model or case that does not exist; the message lists what does."""
+
+
+@cache
+def _entries() -> dict[str, Entry]:
+    from dsv4_triton.bench.registry import mhc
+
+    entries = [entry for group in (mhc,) for entry in group.ENTRIES]
+    return {entry.op: entry for entry in sorted(entries, key=lambda entry: entry.op)}
+
+
+def ops() -> tuple[str, ...]:
+    """The public ops that have cases, in alphabetical order."""
+    return tuple(_entries())
+
+
+@cache
+def cases() -> tuple[Case, ...]:
+    """All cases, by op and then in the order of models, steps and variants."""
+    return tuple(case for entry in _entries().values() for case in entry.cases(MODELS.values()))
+
+
+def select(
+    kernel: str | Sequence[str] | None = None,
+    model: str | Sequence[str] | None = None,
+    case: str | Sequence[str] | None = None,
+) -> list[Case]:
+    """The cases of these ops, models and names; None is all of them. Names may be patterns: `*/decode/*/ctx1m*`.
+
+    Without a model or a name the demo cases are included. `RegistryError` for anything that does not exist.
+    """
+    found = list(cases())
+    if kernel is not None:
+        wanted = _known("kernel", _several(kernel), ops())
+        found = [c for c in found if c.op in wanted]
+    if model is not None:
+        wanted = _known("model", _several(model), tuple(MODELS))
+        found = [c for c in found if c.model in wanted]
+    if case is not None:
+        names = tuple(dict.fromkeys(c.name for c in found))
+        patterns = _several(case)
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise RegistryError(_unknown("case", pattern, names))
+        found = [c for c in found if any(fnmatchcase(c.name, pattern) for pattern in patterns)]
+    return found
+
+
+def _several(names: str | Sequence[str]) -> list[str]:
+    return [names] if isinstance(names, str) else list(names)
+
+
+def _known(kind: str, names: list[str], existing: tuple[str, ...]) -> set[str]:
+    for name in names:
+        if name not in existing:
+            raise RegistryError(_unknown(kind, name, existing))
+    return set(names)
+
+
+def _unknown(kind: str, name: str, existing: Iterable[str]) -> str:
+    existing = list(existing)
+    close = difflib.get_close_matches(name, existing, n=1, cutoff=0.6)
+    hint = f"; did you mean {close[0]!r}?" if close else "."
+    return f"unknown {kind} {name!r}{hint} There are: {', '.join(existing) or 'none'}"
