@@ -17,12 +17,13 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 BASE = {"device", "config"}
 ALLOWED = {
     "device": set(),
+    "hadamard": set(),
     "config": {"device"},
     "reference": {"reference"},
     "compiler": BASE | {"compiler"},
     "kernels": BASE | {"compiler", "kernels"},
     "backend": BASE | {"compiler", "kernels", "backend"},
-    "model": BASE | {"compiler", "kernels", "backend", "model"},
+    "model": BASE | {"hadamard", "compiler", "kernels", "backend", "model"},
     "bench": BASE | {"compiler", "kernels", "reference", "backend", "model", "demo", "bench"},
     "demo": {"demo"},
     "doctor": {"device"},

@@ -24,6 +24,7 @@ from dsv4_triton.backend.metadata import StepPlanner
 from dsv4_triton.backend.op import register_ops
 from dsv4_triton.backend.serving import Serving
 from dsv4_triton.config import HEAD_DIM, INDEX_DIM, ModelSettings
+from dsv4_triton.hadamard import sylvester
 from dsv4_triton.model.loader import Slot, Store, copy_into, into_layer, prefixed
 from dsv4_triton.model.rope import RopeTables, half_layout
 
@@ -37,15 +38,6 @@ def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 def permuted(store: Store, dim: int, axis: int = 0) -> Store:
     """`store` behind the permutation of heads of `dim` features along `axis` to half layout."""
     return lambda tensor: store(half_layout(tensor, dim, axis))
-
-
-def hadamard_matrix(dim: int) -> torch.Tensor:
-    """The Hadamard matrix [dim, dim] of +-1 in Sylvester's order; `dim` is a power of two."""
-    step = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
-    matrix = torch.ones(1, 1)
-    while len(matrix) < dim:
-        matrix = torch.kron(step, matrix)
-    return matrix
 
 
 class Compressor(nn.Module):
@@ -102,7 +94,7 @@ class Indexer(nn.Module):
         )
         self.compressor = Compressor(settings.hidden, INDEX_DIM, 4, dtype, f"{prefix}.compressor")
         # Rotates features in half layout, queries and keys alike: products are those of the interleaved order.
-        self.register_buffer("hadamard", hadamard_matrix(INDEX_DIM).to(dtype), persistent=False)
+        self.register_buffer("hadamard", sylvester(INDEX_DIM, dtype=dtype), persistent=False)
 
     def queries(self, latent: torch.Tensor) -> torch.Tensor:
         return self.wq_b(latent)
@@ -155,7 +147,7 @@ class Attention(nn.Module):
         self.eps = settings.rms_eps
         self.scale = HEAD_DIM**-0.5
         self.fake_quant = choices.kv_fake_quant
-        self.caches = LayerCaches(vllm_config, prefix, ratio, dtype, serving.row_format, choices.index_format, planner)
+        self.caches = LayerCaches(vllm_config, prefix, ratio, serving.layout, planner)
 
         self.wq_a_wkv = MergedColumnParallelLinear(
             settings.hidden,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dsv4_triton.hadamard import sylvester
 from dsv4_triton.kernels._index_quant import SCALE_DTYPES, codes
 from dsv4_triton.kernels.indexer_insert_k import indexer_insert_k
-from dsv4_triton.reference.hadamard import hadamard, sylvester
+from dsv4_triton.reference.hadamard import hadamard
 from dsv4_triton.reference.indexer_insert_k import indexer_insert_k as reference
 from dsv4_triton.reference.token_slots import token_slots
 from tests.kernels.paging import clone, far_pages, ints, pages, shuffled_table, whole

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dsv4_triton.hadamard import sylvester
 from dsv4_triton.kernels._index_quant import codes
 from dsv4_triton.kernels.indexer_quant_q import indexer_quant_q
-from dsv4_triton.reference.hadamard import hadamard, sylvester
+from dsv4_triton.reference.hadamard import hadamard
 from dsv4_triton.reference.index_quant import quantise_rows
 from dsv4_triton.reference.indexer_quant_q import indexer_quant_q as reference
 from tests.kernels import rotary
