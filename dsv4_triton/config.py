@@ -267,11 +267,15 @@ def _trained_in_fp8(f: _Fields) -> bool:
 FamilyChoice = Literal["auto", "a2", "a3", "a5", "host"]
 Switch = Literal["auto", "on", "off"]
 IndexChoice = Literal["auto", "plain", "int8", "e4m3"]
+Geometry = Literal["fine", "vllm-ascend"]
+
+BLOCK_SIZES: dict[Geometry, tuple[int, ...]] = {"fine": (256,), "vllm-ascend": (128, 64, 32)}
+"""--block-size that each geometry takes, its default first."""
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "device_family": ("auto", *FAMILIES),
     "kv_fake_quant": ("auto", "on", "off"),
-    "kv_geometry": ("fine",),
+    "geometry": tuple(BLOCK_SIZES),
     "index_format": ("auto", "plain", "int8", "e4m3"),
 }
 
@@ -281,11 +285,12 @@ class Options:
     """The user's options, each with its default."""
 
     device_family: FamilyChoice = "auto"
-    """Whose cache formats to use; `auto` is the device's own. On the host any family can be asked for."""
+    """Whose cache formats and kernel variants to use; `auto` is the device's own. The host takes any family."""
     kv_fake_quant: Switch = "auto"
     """Round window and compressed rows through fp8 as in training; `auto` is on for checkpoints trained that way."""
-    kv_geometry: Literal["fine"] = "fine"
-    """Page layout of the caches; `fine` has prefix-cache hits every 256 tokens."""
+    geometry: Geometry = "fine"
+    """Page layout of the caches: `fine` has prefix-cache hits every 256 tokens, `vllm-ascend` the page tables of
+    vllm-ascend, with hits every 128 blocks of --block-size (32, 64 or 128)."""
     index_format: IndexChoice = "auto"
     """Stored indexer keys; `auto` is the family's own format, and `plain` with `--dtype float32`."""
     host_threads: int | Literal["auto"] = "auto"
@@ -339,13 +344,17 @@ class Choices:
     family: Family
     kv_fake_quant: bool
     index_format: IndexFormat
+    geometry: Geometry
+    block_size: int
 
 
-def resolve(model: ModelSettings, options: Options, device: Family, *, exact: bool = False) -> Choices:
+def resolve(
+    model: ModelSettings, options: Options, device: Family, *, exact: bool = False, block_size: int | None = None
+) -> Choices:
     """Decide the `auto` options for a checkpoint on a device.
 
     `exact` says that activations are fp32 (`--dtype float32`), for comparisons: indexer keys are then kept as they are.
-    ConfigError for options that exclude each other.
+    `block_size` is --block-size, None where the user gave none. ConfigError for options that exclude each other.
     """
     family = device if options.device_family == "auto" else FAMILIES[options.device_family]
     if device is not HOST and family is not device:
@@ -369,4 +378,20 @@ def resolve(model: ModelSettings, options: Options, device: Family, *, exact: bo
             f'it takes "auto" or "on"'
         )
     fake_quant = {"on": True, "off": False, "auto": model.trained_in_fp8}[options.kv_fake_quant]
-    return Choices(family=family, kv_fake_quant=fake_quant, index_format=index_format)
+    return Choices(
+        family=family,
+        kv_fake_quant=fake_quant,
+        index_format=index_format,
+        geometry=options.geometry,
+        block_size=_block_size(options.geometry, block_size),
+    )
+
+
+def _block_size(geometry: Geometry, asked: int | None) -> int:
+    sizes = BLOCK_SIZES[geometry]
+    if asked is None or asked in sizes:
+        return asked or sizes[0]
+    possible = "; ".join(f'"{name}" takes {", ".join(map(str, takes))}' for name, takes in BLOCK_SIZES.items())
+    raise ConfigError(
+        f"--block-size is {asked}, which {_OPTIONS_KEY}.geometry {geometry!r} has no page tables for: {possible}"
+    )

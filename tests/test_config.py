@@ -143,7 +143,8 @@ def test_options_are_read() -> None:
         ({"dsv4_triton": {"zzz": 1}}, "unknown option 'zzz'. Known options: device_family, kv_fake_quant"),
         ({"dsv4_triton": {"kv_fake_quant": True}}, 'kv_fake_quant got True, it takes "auto", "on", "off"'),
         ({"dsv4_triton": {"kv_fake_quant": ["on"]}}, r"kv_fake_quant got \['on'\]"),
-        ({"dsv4_triton": {"kv_geometry": "coarse"}}, "kv_geometry got 'coarse', it takes \"fine\""),
+        ({"dsv4_triton": {"geometry": "coarse"}}, 'geometry got \'coarse\', it takes "fine", "vllm-ascend"'),
+        ({"dsv4_triton": {"kv_geometry": "fine"}}, "unknown option 'kv_geometry'; did you mean 'geometry'"),
         ({"dsv4_triton": {"device_family": "A2"}}, 'it takes "auto", "a2", "a3", "a5", "host"'),
         ({"dsv4_triton": {"index_format": None}}, "index_format got None"),
         ({"dsv4_triton": {"host_threads": 0}}, "host_threads got 0"),
@@ -182,6 +183,18 @@ def test_resolve_family() -> None:
     for other in ("a2", "host"):
         with pytest.raises(ConfigError, match=f"device_family is '{other}' on a device of family 'a5'"):
             resolve(settings(), Options(device_family=other), A5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("geometry", "sizes"), [("fine", (256,)), ("vllm-ascend", (128, 64, 32))])
+def test_block_sizes_of_a_geometry(geometry: Any, sizes: tuple[int, ...]) -> None:
+    options = Options(geometry=geometry)
+    assert resolve(settings(), options, HOST).block_size == sizes[0]
+    for size in sizes:
+        assert resolve(settings(), options, A2, block_size=size).block_size == size
+    for size in {16, 32, 64, 128, 256, 512}.difference(sizes):
+        says = rf'--block-size is {size}, .*geometry \'{geometry}\' .*"fine" takes 256; "vllm-ascend" takes 128, 64, 32'
+        with pytest.raises(ConfigError, match=says):
+            resolve(settings(), options, A2, block_size=size)
 
 
 def test_resolve_rejects_fp8_keys_without_fp8() -> None:

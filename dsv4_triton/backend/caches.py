@@ -1,13 +1,4 @@
-"""The paged caches of one attention layer, geometry `fine`, as vLLM cache layers.
-
-    cache             block (tokens)  row every       row
-    window            64              token           512 values or a record of 640 bytes, kept for 128 tokens
-    c4 compressed     256             4 tokens        512 values or a record
-    c128 compressed   256             128 tokens      512 values or a record
-    indexer keys      256             4 tokens        128 values and a scale (one page, two views), or 128 plain values
-    c4 state          4               token           2048 fp32, kept for 8 tokens
-    indexer state     4               token           512 fp32, kept for 8 tokens
-    c128 state        8               token           1024 fp32, kept for 128 tokens
+"""The paged caches of one attention layer as vLLM cache layers; `geometry` has their pages.
 
 Block 0 of every cache is vLLM's null block. A cache arrives as a view whose block stride is that of the whole packed
 block, so it is larger than its page.
@@ -24,14 +15,10 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend
 
 from dsv4_triton.backend.attention_backend import TritonDsaBackend
-from dsv4_triton.backend.compat import growing_cache_spec, sliding_cache_spec
-from dsv4_triton.backend.geometry import HIT_TOKENS, RECORD_BYTES, STATE_BLOCK, STATE_WINDOW, WINDOW_BLOCK, overlap
+from dsv4_triton.backend.compat import cache_spec
+from dsv4_triton.backend.geometry import INDEX_STORAGE, Layout, Pages
 from dsv4_triton.backend.metadata import StepPlanner
-from dsv4_triton.config import HEAD_DIM, INDEX_DIM, WINDOW
-from dsv4_triton.device import IndexFormat, RowFormat
-
-INDEX_STORAGE = {"int8": (torch.int8, torch.float16), "e4m3": (torch.float8_e4m3fn, torch.float32)}
-"""Key and scale dtype of the quantised indexer formats."""
+from dsv4_triton.config import INDEX_DIM
 
 
 class CacheLayer(nn.Module, AttentionLayerBase):
@@ -40,12 +27,14 @@ class CacheLayer(nn.Module, AttentionLayerBase):
     `rows` is the bound cache [blocks, rows per block, width], empty before that; a row stands for `ratio` tokens.
     """
 
-    def __init__(self, vllm_config: VllmConfig, prefix: str, spec: Any, ratio: int, planner: StepPlanner) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, prefix: str, pages: Pages, layout: Layout, planner: StepPlanner
+    ) -> None:
         super().__init__()
         self.prefix = prefix
-        self.spec = spec
-        self.ratio = ratio
-        self.rows_per_block = spec.block_size // ratio
+        self.spec = cache_spec(pages, layout.growing_tokens)
+        self.ratio = pages.ratio
+        self.rows_per_block = pages.rows
         self.planner = planner
         self.kv_cache = torch.empty(0)
         layers = vllm_config.compilation_config.static_forward_context
@@ -71,17 +60,9 @@ class IndexKeyCache(CacheLayer):
     A quantised page holds all keys, then all scales. Source: the layout vllm-ascend gives its indexer cache.
     """
 
-    def __init__(
-        self, vllm_config: VllmConfig, prefix: str, index_format: IndexFormat, dtype: torch.dtype, planner: StepPlanner
-    ):
-        storage = INDEX_STORAGE.get(index_format)
-        if storage is None:
-            width, page_dtype = INDEX_DIM, dtype
-        else:
-            width, page_dtype = INDEX_DIM + storage[1].itemsize, torch.uint8
-        spec = growing_cache_spec(block_size=HIT_TOKENS, ratio=4, width=width, dtype=page_dtype)
-        super().__init__(vllm_config, prefix, spec, 4, planner)
-        self.storage = storage
+    def __init__(self, vllm_config: VllmConfig, prefix: str, layout: Layout, planner: StepPlanner):
+        super().__init__(vllm_config, prefix, layout.index_keys, layout, planner)
+        self.storage = INDEX_STORAGE.get(layout.index_format)
         self.keys = torch.empty(0)
         self.scales: torch.Tensor | None = None
 
@@ -101,44 +82,20 @@ class IndexKeyCache(CacheLayer):
 class LayerCaches(nn.Module):
     """The caches one attention layer owns: the window, and for compressed layers the entries and the state."""
 
-    def __init__(
-        self,
-        vllm_config: VllmConfig,
-        prefix: str,
-        ratio: int,
-        dtype: torch.dtype,
-        row_format: RowFormat,
-        index_format: IndexFormat,
-        planner: StepPlanner,
-    ) -> None:
+    def __init__(self, vllm_config: VllmConfig, prefix: str, ratio: int, layout: Layout, planner: StepPlanner) -> None:
         super().__init__()
-        width, row_dtype = (HEAD_DIM, dtype) if row_format is RowFormat.PLAIN else (RECORD_BYTES, torch.uint8)
 
-        def cache(name: str, spec: Any, tokens_per_row: int = 1) -> CacheLayer:
-            return CacheLayer(vllm_config, f"{prefix}.{name}", spec, tokens_per_row, planner)
+        def cache(name: str, pages: Pages) -> CacheLayer:
+            return CacheLayer(vllm_config, f"{prefix}.{name}", pages, layout, planner)
 
-        self.window = cache(
-            "window", sliding_cache_spec(block_size=WINDOW_BLOCK, window=WINDOW, width=width, dtype=row_dtype)
-        )
+        self.window = cache("window", layout.window)
         self.compressed: CacheLayer | None = None
         self.state: CacheLayer | None = None
         self.index_keys: IndexKeyCache | None = None
         self.index_state: CacheLayer | None = None
         if ratio:
-            self.compressed = cache(
-                "compressed",
-                growing_cache_spec(block_size=HIT_TOKENS, ratio=ratio, width=width, dtype=row_dtype),
-                ratio,
-            )
-            self.state = cache("state", _state_spec(ratio, HEAD_DIM))
+            self.compressed = cache("compressed", layout.compressed[ratio])
+            self.state = cache("state", layout.state[ratio])
         if ratio == 4:
-            self.index_keys = IndexKeyCache(vllm_config, f"{prefix}.index_keys", index_format, dtype, planner)
-            self.index_state = cache("index_state", _state_spec(ratio, INDEX_DIM))
-
-
-def _state_spec(ratio: int, dim: int) -> Any:
-    """Rows [u | g] of both halves where windows overlap, fp32."""
-    width = 2 * overlap(ratio) * dim
-    return sliding_cache_spec(
-        block_size=STATE_BLOCK[ratio], window=STATE_WINDOW[ratio], width=width, dtype=torch.float32
-    )
+            self.index_keys = IndexKeyCache(vllm_config, f"{prefix}.index_keys", layout, planner)
+            self.index_state = cache("index_state", layout.index_state)

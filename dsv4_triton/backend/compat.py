@@ -7,6 +7,11 @@ from typing import Any
 
 import torch
 
+from dsv4_triton.backend.geometry import Pages
+
+ENDLESS = 1 << 30
+"""A window, in tokens, longer than any request."""
+
 
 def pin_model(architecture: str, model_class: str) -> None:
     """Register `model_class` ("module:Class") and keep it, whichever plugin registers the architecture later.
@@ -30,32 +35,26 @@ def pin_model(architecture: str, model_class: str) -> None:
     ModelRegistry.register_model(architecture, model_class)
 
 
-def growing_cache_spec(*, block_size: int, ratio: int, width: int, dtype: torch.dtype) -> Any:
-    """Spec of a cache that keeps one row of `width` values per `ratio` tokens; `block_size` counts tokens."""
-    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+def cache_spec(pages: Pages, growing_tokens: int) -> Any:
+    """vLLM's spec of a cache with these pages; block sizes count tokens.
 
-    return MLAAttentionSpec(
-        block_size=block_size,
-        num_kv_heads=1,
-        head_size=width,
-        dtype=dtype,
-        compress_ratio=ratio,
-        model_version="deepseek_v4",
-    )
+    vLLM puts all caches without a window into one group with one block size, here `growing_tokens`. A cache that grows
+    by other blocks is one with a window that never slides: it frees nothing and is hit from the first block on.
+    """
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
 
-
-def sliding_cache_spec(*, block_size: int, window: int, width: int, dtype: torch.dtype) -> Any:
-    """Spec of a cache that keeps one row of `width` values per token for the last `window` tokens."""
-    from vllm.v1.kv_cache_interface import SlidingWindowMLASpec
-
-    return SlidingWindowMLASpec(
-        block_size=block_size,
-        num_kv_heads=1,
-        head_size=width,
-        dtype=dtype,
-        sliding_window=window,
-        model_version="deepseek_v4",
-    )
+    fields: dict[str, Any] = {
+        "block_size": pages.tokens,
+        "num_kv_heads": 1,
+        "head_size": pages.width,
+        "dtype": pages.dtype,
+        "page_size_padded": pages.padded,
+        "compress_ratio": pages.ratio,
+        "model_version": "deepseek_v4",
+    }
+    if pages.window is None and pages.tokens == growing_tokens:
+        return MLAAttentionSpec(**fields)
+    return SlidingWindowMLASpec(sliding_window=pages.window or ENDLESS, **fields)
 
 
 def register_op(name: str, op: Callable[..., None], fake: Callable[..., None], mutates: list[str]) -> None:

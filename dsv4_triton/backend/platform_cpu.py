@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import psutil  # type: ignore[import-untyped]
 from vllm.platforms.cpu import CpuPlatform
 
-from dsv4_triton.backend.geometry import HIT_TOKENS
 from dsv4_triton.backend.op import OP_NAME
 from dsv4_triton.backend.plugin import ARCHITECTURE
 
@@ -55,15 +54,9 @@ class HostPlatform(CpuPlatform):
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
         chunked_prefill, batched_tokens = scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens
         worker = vllm_config.parallel_config.worker_cls
-        if cache.user_specified_block_size and cache.block_size != HIT_TOKENS:
-            logger.warning(
-                "--block-size %d has no effect: DeepSeek-V4 caches have their own blocks and hits every %d tokens",
-                cache.block_size,
-                HIT_TOKENS,
-            )
         super().check_and_update_config(vllm_config)
         scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens = chunked_prefill, batched_tokens
-        cache.block_size = HIT_TOKENS
+        cache.block_size = serving.layout.block_size
         if worker == "auto":
             vllm_config.parallel_config.worker_cls = WORKER_CLASS
         if cache.kv_cache_memory_bytes is None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dsv4_triton.backend.geometry import Layout, layout
 from dsv4_triton.config import Choices, ConfigError, ModelSettings, Options, resolve
 from dsv4_triton.device import RowFormat, family_of
 
@@ -25,7 +26,7 @@ class Serving:
     model: ModelSettings
     options: Options
     choices: Choices
-    row_format: RowFormat
+    layout: Layout
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> Serving:
@@ -36,10 +37,11 @@ class Serving:
         dtype = model_config.dtype
         if dtype not in DTYPES:
             raise ConfigError(f"--dtype is {dtype}, DeepSeek-V4 runs in {' or '.join(map(str, DTYPES))}")
-        cache_dtype = vllm_config.cache_config.cache_dtype
-        if dtype not in CACHE_DTYPES.get(cache_dtype, ()):
+        cache = vllm_config.cache_config
+        if dtype not in CACHE_DTYPES.get(cache.cache_dtype, ()):
             raise ConfigError(
-                f"--kv-cache-dtype is {cache_dtype!r}: cache rows are kept in the model's dtype {dtype}, use 'auto'"
+                f"--kv-cache-dtype is {cache.cache_dtype!r}: the rows of a cache are what the device family stores "
+                f"(a2, a3: {dtype}; a5: fp8 records), use 'auto'"
             )
         backend = vllm_config.attention_config.backend
         if backend is not None and backend.name != "CUSTOM":
@@ -50,18 +52,37 @@ class Serving:
             )
         if vllm_config.speculative_config is not None:
             raise ConfigError("--speculative-config is set; speculative decoding is not supported")
+        _refuse_foreign_pages(vllm_config)
         device = family_of(vllm_config.device_config.device_type)
-        choices = resolve(model, options, device, exact=dtype == torch.float32)
+        exact = dtype == torch.float32
+        asked = cache.block_size if cache.user_specified_block_size else None
+        choices = resolve(model, options, device, exact=exact, block_size=asked)
         # fp32 is for exact comparisons, so its rows stay whole whatever the family stores.
-        row_format = RowFormat.PLAIN if dtype == torch.float32 else choices.family.row_format
-        return cls(model, options, choices, row_format)
+        row_format = RowFormat.PLAIN if exact else choices.family.row_format
+        return cls(model, options, choices, layout(choices, model.ratios, row_format, dtype))
 
     def summary(self) -> str:
         """What is served in which formats, for the log."""
         kinds = [self.model.ratios.count(ratio) for ratio in (0, 4, 128)]
-        rounding = "on" if self.choices.kv_fake_quant or self.row_format is RowFormat.RECORD else "off"
+        records = self.layout.window.dtype == torch.uint8
+        rounding = "on" if self.choices.kv_fake_quant or records else "off"
         return (
             f"{kinds[0]} window-only, {kinds[1]} c4 and {kinds[2]} c128 layers; family {self.choices.family.name}; "
-            f"cache geometry {self.options.kv_geometry}, {self.row_format.value} rows, "
+            f"cache geometry {self.layout.geometry} with blocks of {self.layout.block_size}: hits every "
+            f"{self.layout.hit_tokens} tokens, {self.layout.token_bytes:.0f} bytes a token of context; "
+            f"{'record' if records else 'plain'} rows, "
             f"{self.choices.index_format} index keys, fp8 rounding of rows {rounding}"
+        )
+
+
+def _refuse_foreign_pages(vllm_config: VllmConfig) -> None:
+    """Pages carry no mark of their layout, so nothing may bring in pages that another start or server has written."""
+    if vllm_config.kv_transfer_config is not None or vllm_config.cache_config.kv_offloading_size is not None:
+        raise ConfigError(
+            "--kv-transfer-config or --kv-offloading-size is set: pages that another start wrote under other options "
+            "could be read here, so KV connectors are not supported; the prefix cache of the server itself is"
+        )
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        raise ConfigError(
+            "--disable-hybrid-kv-cache-manager is set: the caches of DeepSeek-V4 have windows and blocks of their own"
         )

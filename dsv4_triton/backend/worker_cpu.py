@@ -1,10 +1,29 @@
-"""vLLM's CPU worker with native execution of Triton kernels."""
+"""vLLM's CPU worker with native execution of Triton kernels, in the variants of the family that was asked for."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
+
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from dsv4_triton.backend.serving import Serving
 from dsv4_triton.compiler import host
+from dsv4_triton.device import acting_as
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _as_family(method: Method) -> Method:
+    """`method` with CPU tensors taken for the family's; only while it runs, since other engines share the process."""
+
+    @wraps(method)
+    def acting(self: HostWorker, *arguments: Any, **named: Any) -> Any:
+        with acting_as(self.family):
+            return method(self, *arguments, **named)
+
+    return cast(Method, acting)
 
 
 class HostWorker(CPUWorker):
@@ -12,4 +31,10 @@ class HostWorker(CPUWorker):
 
     def init_device(self) -> None:
         host.install()
+        self.family = Serving.of(self.vllm_config).choices.family
         super().init_device()
+
+    determine_available_memory = _as_family(CPUWorker.determine_available_memory)
+    compile_or_warm_up_model = _as_family(CPUWorker.compile_or_warm_up_model)
+    execute_model = _as_family(CPUWorker.execute_model)
+    execute_dummy_batch = _as_family(CPUWorker.execute_dummy_batch)

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from dsv4_triton.backend.caches import HIT_TOKENS, STATE_BLOCK, WINDOW_BLOCK
+from dsv4_triton.backend.geometry import FINE_STATE_ROWS, FINE_TOKENS, FINE_WINDOW_ROWS
 from dsv4_triton.backend.metadata import StepPlanner
 from dsv4_triton.bench import run_command
 from dsv4_triton.compiler import host
@@ -29,14 +29,14 @@ from dsv4_triton.reference.step_layout import step_layout
 from dsv4_triton.reference.token_slots import token_slots
 
 CACHES = {
-    "window": (WINDOW_BLOCK, 1),
-    "c4 compressed": (HIT_TOKENS // 4, 4),
-    "c128 compressed": (HIT_TOKENS // 128, 128),
-    "indexer keys": (HIT_TOKENS // 4, 4),
-    "c4 state": (STATE_BLOCK[4], 1),
-    "c128 state": (STATE_BLOCK[128], 1),
+    "window": (FINE_WINDOW_ROWS, 1),
+    "c4 compressed": (FINE_TOKENS // 4, 4),
+    "c128 compressed": (FINE_TOKENS // 128, 128),
+    "indexer keys": (FINE_TOKENS // 4, 4),
+    "c4 state": (FINE_STATE_ROWS[4], 1),
+    "c128 state": (FINE_STATE_ROWS[128], 1),
 }
-"""Rows per block and tokens per row of each kind of cache."""
+"""Rows per block and tokens per row of each kind of cache in geometry `fine`."""
 CONTEXT = 8192
 
 

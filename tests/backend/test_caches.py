@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4_triton.backend.caches import CacheLayer, IndexKeyCache, LayerCaches
+from dsv4_triton.backend.caches import IndexKeyCache, LayerCaches
 from dsv4_triton.backend.metadata import StepPlanner
-from dsv4_triton.device import RowFormat
+from tests.backend.layouts import caches_of, layout_of, server_config
 
 KIB = 1024
 
@@ -23,15 +23,6 @@ def vllm_config() -> Any:
     return SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
 
 
-def layers(
-    ratios: tuple[int, ...], dtype: torch.dtype, index_format: Any, rows: RowFormat = RowFormat.PLAIN
-) -> dict[str, CacheLayer]:
-    config = vllm_config()
-    for index, ratio in enumerate(ratios):
-        LayerCaches(config, f"model.layers.{index}.attn", ratio, dtype, rows, index_format, planner())
-    return config.compilation_config.static_forward_context
-
-
 @pytest.mark.parametrize(
     ("dtype", "index_format", "pages"),
     [
@@ -42,19 +33,19 @@ def layers(
 )
 def test_pages_of_a_c4_layer(dtype: torch.dtype, index_format: str, pages: dict[str, float]) -> None:
     """64 rows of 512 values; 64 keys of 128 bytes and a scale; 4 rows of 2048 and 512 fp32."""
-    caches = layers((4,), dtype, index_format)
+    caches = caches_of(layout_of((4,), dtype=dtype, index_format=index_format))
     assert {name.rpartition(".")[2]: cache.spec.page_size_bytes / KIB for name, cache in caches.items()} == pages
 
 
 def test_pages_of_records() -> None:
-    caches = layers((4, 128), torch.bfloat16, "e4m3", RowFormat.RECORD)
+    caches = caches_of(layout_of((4, 128), device_family="a5"))
     rows = {name: cache.spec for name, cache in caches.items() if name.endswith(("window", "compressed"))}
     assert {spec.dtype for spec in rows.values()} == {torch.uint8}
     assert [spec.page_size_bytes for spec in rows.values()] == [64 * 640, 64 * 640, 64 * 640, 2 * 640]
 
 
 def test_pages_of_the_other_layers() -> None:
-    caches = layers((0, 128), torch.bfloat16, "int8")
+    caches = caches_of(layout_of((0, 128)))
     assert [name.removeprefix("model.layers.") for name in caches] == [
         "0.attn.window",
         "1.attn.window",
@@ -66,23 +57,29 @@ def test_pages_of_the_other_layers() -> None:
     assert (state.spec.block_size, state.spec.sliding_window, state.spec.page_size_bytes) == (8, 128, 32 * KIB)
 
 
+@pytest.mark.parametrize(
+    ("options", "hits"),
+    [
+        ({}, {"c4": 256, "c128": 256, "window": 256}),
+        ({"geometry": "vllm-ascend", "block_size": 32}, {"c4": 128, "c128": 4096, "window": 32}),
+        ({"geometry": "vllm-ascend", "device_family": "a5"}, {"c4": 512, "c128": 16384, "window": 128}),
+    ],
+)
 @pytest.mark.parametrize("ratios", [(0, 4, 128, 4, 128, 0), (128, 128, 4, 128, 4), (0, 128), (4, 4), (0, 0)])
-def test_groups_and_hit_steps(ratios: tuple[int, ...]) -> None:
-    """vLLM's own grouping takes every mix of layers; its blocks make hits come every 256 tokens."""
+def test_groups_and_hit_steps(ratios: tuple[int, ...], options: dict[str, Any], hits: dict[str, int]) -> None:
+    """vLLM's own grouping takes every mix of layers, and makes hits come as often as the layout says."""
     from vllm.v1.core.kv_cache_utils import get_kv_cache_groups, resolve_kv_cache_block_sizes
 
-    specs = {name: cache.spec for name, cache in layers(ratios, torch.bfloat16, "int8").items()}
-    config: Any = SimpleNamespace(
-        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
-        speculative_config=None,
-        kv_transfer_config=None,
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
-        cache_config=SimpleNamespace(block_size=256, enable_prefix_caching=True, prefix_match_unit=None),
-    )
+    layout = layout_of(ratios, **options)
+    specs = {name: cache.spec for name, cache in caches_of(layout).items()}
+    config = server_config()
+    config.cache_config.block_size = layout.block_size
     groups = get_kv_cache_groups(config, dict(specs))
     assert sorted(name for group in groups for name in group.layer_names) == sorted(specs)
     hit, _ = resolve_kv_cache_block_sizes(SimpleNamespace(kv_cache_groups=groups), config)
-    assert hit == 256
+    assert hit == hits["c128" if 128 in ratios else "c4" if 4 in ratios else "window"]
+    if ratios != (0, 0):
+        assert layout.hit_tokens == hit
 
 
 @pytest.mark.parametrize(("index_format", "key", "scale"), [
@@ -91,7 +88,7 @@ def test_groups_and_hit_steps(ratios: tuple[int, ...]) -> None:
 ])  # fmt: skip
 def test_key_and_scale_view_the_same_page(index_format: Any, key: torch.dtype, scale: torch.dtype) -> None:
     """All keys of a page, then all scales; blocks further apart than a page; nothing outside is touched."""
-    cache = IndexKeyCache(vllm_config(), "x", index_format, torch.bfloat16, planner())
+    cache = IndexKeyCache(vllm_config(), "x", layout_of(index_format=index_format), planner())
     page = cache.spec.page_size_bytes
     stride, offset, blocks = page + 256, 64, 3
     memory = torch.full((blocks, stride), 0x11, dtype=torch.uint8)
@@ -108,7 +105,7 @@ def test_key_and_scale_view_the_same_page(index_format: Any, key: torch.dtype, s
 
 
 def test_plain_keys_have_no_scale() -> None:
-    cache = IndexKeyCache(vllm_config(), "x", "plain", torch.float32, planner())
+    cache = IndexKeyCache(vllm_config(), "x", layout_of(dtype=torch.float32), planner())
     rows = torch.zeros(2, 64, 128)
     cache.bind_kv_cache(rows)
     assert cache.keys is rows
@@ -117,6 +114,6 @@ def test_plain_keys_have_no_scale() -> None:
 
 def test_a_prefix_is_registered_once() -> None:
     config = vllm_config()
-    LayerCaches(config, "model.layers.0.attn", 0, torch.bfloat16, RowFormat.PLAIN, "int8", planner())
+    LayerCaches(config, "model.layers.0.attn", 0, layout_of(), planner())
     with pytest.raises(ValueError, match=r"'model\.layers\.0\.attn\.window' is registered twice"):
-        LayerCaches(config, "model.layers.0.attn", 0, torch.bfloat16, RowFormat.PLAIN, "int8", planner())
+        LayerCaches(config, "model.layers.0.attn", 0, layout_of(), planner())
