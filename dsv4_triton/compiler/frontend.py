@@ -9,26 +9,30 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-_triton_lock = threading.RLock()
+from dsv4_triton.compiler import fixups
+
+triton_lock = threading.RLock()
+"""Held while Triton's own front end runs: it is not made for several threads."""
 
 
 class KernelCompileError(RuntimeError):
     """A kernel cannot be compiled. The message names the kernel, the operation and the source line where known.
 
-    `operation` is the MLIR operation or library function that is not supported, where that is the reason.
+    `operation` is the MLIR operation or library function that is not supported, where that is the reason; `signal` is
+    the number of the signal that ended a tool which crashed.
     """
 
-    def __init__(self, message: str, operation: str = ""):
+    def __init__(self, message: str, operation: str = "", signal: int = 0):
         super().__init__(message)
         self.operation = operation
+        self.signal = signal
 
 
 @dataclass(frozen=True)
@@ -79,19 +83,6 @@ def triton_compiler() -> Any:
     return compiler
 
 
-@contextmanager
-def _fp8_types(enabled: bool) -> Iterator[None]:
-    """triton-ascend 3.2.0 decides by two module constants, not by an option, whether fp8 types exist."""
-    from triton.triton_patch.language import core, semantic
-
-    saved = core.is_compile_on_910_95, semantic.is_compile_on_910_95
-    core.is_compile_on_910_95 = semantic.is_compile_on_910_95 = enabled
-    try:
-        yield
-    finally:
-        core.is_compile_on_910_95, semantic.is_compile_on_910_95 = saved
-
-
 def lower_to_ttir(kernel: Any, signature: Signature, options: FrontendOptions) -> str:
     """TTIR text of a `triton.jit` kernel with source locations, after triton's own TTIR passes.
 
@@ -103,7 +94,7 @@ def lower_to_ttir(kernel: Any, signature: Signature, options: FrontendOptions) -
 
     npu_options = compiler.NPUOptions()
     source = ASTSource(kernel, dict(signature.types), dict(signature.constants), signature.attrs)
-    with _triton_lock, _fp8_types(options.fp8):
+    with triton_lock, fixups.fp8_types(options.fp8):
         context = ir.context()
         ir.load_dialects(context)
         try:
@@ -167,7 +158,12 @@ def run_tool(command: list[str], text: str, kernel_name: str) -> str:
     """
     environment = {**os.environ, "MLIR_DISABLE_CRASH_REPORTER": "1"}
     result = subprocess.run(command, input=text, capture_output=True, text=True, env=environment)
-    if result.returncode != 0:
+    if result.returncode < 0:
+        name = f"{Path(command[0]).name} crashed ({signal.Signals(-result.returncode).name})"
+        raise KernelCompileError(
+            f"kernel {kernel_name}: {name}: {_tool_error(result.stderr, text)}", signal=-result.returncode
+        )
+    if result.returncode > 0:
         raise KernelCompileError(
             f"kernel {kernel_name}: {_tool_error(result.stderr, text) or f'exit {result.returncode}'}"
         )
