@@ -46,6 +46,10 @@ class Family:
     """Sorting a tile is one vector instruction, while prefix sums and scattered stores are scalar code."""
     row_format: RowFormat
     index_format: IndexFormat
+    arch: str = ""
+    """Instruction set of the cores, which decides compiler and device library; "" where there is no offline compile."""
+    target: str = ""
+    """The chip that an offline compile is for."""
     soc_prefixes: tuple[str, ...] = field(default=())
 
 
@@ -53,19 +57,19 @@ A2 = Family(
     name="a2", title="Atlas A2 (910B)", cube_cores=24, vector_cores=48,
     ub_bytes=192 * KiB, l1_bytes=512 * KiB, l0c_bytes=128 * KiB, dot_rows=16,
     fp8=False, vector_sort=True, row_format=RowFormat.PLAIN, index_format="int8",
-    soc_prefixes=("Ascend910B",),
+    arch="c220", target="Ascend910B2", soc_prefixes=("Ascend910B",),
 )  # fmt: skip
 A3 = Family(
     name="a3", title="Atlas A3 (910C)", cube_cores=24, vector_cores=48,
     ub_bytes=192 * KiB, l1_bytes=512 * KiB, l0c_bytes=128 * KiB, dot_rows=16,
     fp8=False, vector_sort=True, row_format=RowFormat.PLAIN, index_format="int8",
-    soc_prefixes=("Ascend910_93",),
+    arch="c220", target="Ascend910_9391", soc_prefixes=("Ascend910_93",),
 )  # fmt: skip
 A5 = Family(
     name="a5", title="Atlas A5 (950)", cube_cores=32, vector_cores=64,
     ub_bytes=248 * KiB, l1_bytes=512 * KiB, l0c_bytes=256 * KiB, dot_rows=16,
     fp8=True, vector_sort=True, row_format=RowFormat.RECORD, index_format="e4m3",
-    soc_prefixes=("Ascend950", "Ascend910_95"),
+    arch="c310", target="Ascend950PR_9589", soc_prefixes=("Ascend950", "Ascend910_95"),
 )  # fmt: skip
 HOST = Family(
     name="host", title="development host (CPU)", cube_cores=os.cpu_count() or 1, vector_cores=os.cpu_count() or 1,
