@@ -43,6 +43,10 @@ class FrontendOptions:
     adapter_910_95: lower for A5 in the adapter.
     named_ops: keep linalg's named elementwise operations (what the NPU compiler wants).
     select_analysis, nd2nz_on_vector, force_simt_template, linearize: the adapter's switches of the same names.
+
+    And what a launch changes:
+    debug: keep `tl.device_assert`, which is dropped otherwise.
+    sanitize_overflow: with debug, assert that integer arithmetic of less than 64 bits does not overflow.
     """
 
     fp8: bool = False
@@ -52,6 +56,8 @@ class FrontendOptions:
     nd2nz_on_vector: bool = False
     force_simt_template: bool = False
     linearize: bool = False
+    debug: bool = False
+    sanitize_overflow: bool = True
 
 
 HOST_OPTIONS = FrontendOptions(fp8=True, named_ops=False)
@@ -92,14 +98,15 @@ def lower_to_ttir(kernel: Any, signature: Signature, options: FrontendOptions) -
     from triton._C.libtriton import ir
     from triton.compiler import ASTSource, CompilationError
 
-    npu_options = compiler.NPUOptions()
+    npu_options = compiler.NPUOptions(debug=options.debug, sanitize_overflow=options.sanitize_overflow)
     source = ASTSource(kernel, dict(signature.types), dict(signature.constants), signature.attrs)
     with triton_lock, fixups.fp8_types(options.fp8):
         context = ir.context()
         ir.load_dialects(context)
         try:
             module = source.make_ir(npu_options, {"min_dot_size": compiler.min_dot_size(None)}, {}, context)
-            module = compiler.make_ttir(module, {"hash": ""}, npu_options)
+            # Without `debug` here, which would write a dump and say so on standard output.
+            module = compiler.make_ttir(module, {"hash": ""}, compiler.NPUOptions())
         except CompilationError as error:
             text = _first_lines(str(error))
             raise KernelCompileError(f"kernel {kernel.__name__}{_python_line(kernel, text)}: {text}") from error
@@ -139,17 +146,24 @@ def lower_to_adapter(
 def source_line(kernel_name: str, ttir: str, options: FrontendOptions, operation: str) -> str:
     """` (file:line)` of the first use of an operation in the adapter's output; empty where that cannot be found."""
     text = lower_to_adapter(kernel_name, ttir, options, locations=True)
-    places = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", text, re.MULTILINE))
+    places = locations(text)
     for line in text.splitlines():
         if operation in line and "func.func" not in line and (alias := re.search(r"loc\((#loc\d*)\)$", line.strip())):
-            place = places.get(alias[1], "")
-            while nested := re.search(r"#loc\d*", place):
-                place = place.replace(nested[0], places.get(nested[0], ""), 1)
-            # An inlined call lists the callee's place before the caller's; the kernel's own line is the last one.
-            found = re.findall(r'"([^"]+)":(\d+):\d+', place)
-            if found:
-                return f" ({found[-1][0]}:{found[-1][1]})"
+            found = places.get(alias[1], ())
+            # The kernel's own line is the last one.
+            return f" ({found[-1]})" if found else ""
     return ""
+
+
+def locations(text: str) -> dict[str, tuple[str, ...]]:
+    """For each location alias of a module `file:line` of the operation, of the inlined call it is from, and so on."""
+    aliases = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", text, re.MULTILINE))
+    places = {}
+    for alias, place in aliases.items():
+        while nested := re.search(r"#loc\d*", place):
+            place = place.replace(nested[0], aliases.get(nested[0], ""), 1)
+        places[alias] = tuple(f"{file}:{line}" for file, line in re.findall(r'"([^"]+)":(\d+):\d+', place))
+    return places
 
 
 def run_tool(command: list[str], text: str, kernel_name: str) -> str:

@@ -8,7 +8,12 @@
 While installed, `triton.jit` kernels (also under `triton.autotune` and `triton.heuristics`) launch through this module.
 Importing this module changes nothing. It refuses to install where a real NPU or GPU driver is active.
 
-`tl.device_print` and `tl.device_assert` do nothing here.
+`tl.device_print` writes whole lines to `sys.stdout`: the program's number, the prefix and the values, a tile row by
+row; with `hex=True` the bits. `tl.device_assert`, `assert` and the overflow checks of `tl.add`, `tl.sub` and `tl.mul`
+are compiled in where Triton's debug mode is on: `kernel[grid](..., debug=True)`, `@triton.jit(debug=True)`, or the
+environment variable TRITON_DEBUG, neither empty nor 0, at the kernel's first launch. A program ends where its
+assertion fails, the other programs finish, and the launch raises `host_report.DeviceAssertionError`. What cannot be
+shown, such as a pointer, is a `KernelCompileError`.
 
 Options are environment variables: DSV4_TRITON_THREADS (threads that share a grid, default the CPUs this process may
 use), DSV4_TRITON_CACHE_DIR (compiled code, default ~/.cache/dsv4_triton), DSV4_TRITON_DUMP_DIR (write LLVM IR and

@@ -8,9 +8,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from dsv4_triton.compiler import host_llvm, host_memref, host_tensor, mlir
+from dsv4_triton.compiler import host_llvm, host_memref, host_messages, host_tensor, mlir
 from dsv4_triton.compiler.frontend import (
-    HOST_OPTIONS,
+    FrontendOptions,
     KernelCompileError,
     Signature,
     lower_to_adapter,
@@ -67,25 +67,36 @@ def _opt() -> list[str]:
     return [str(Path(ascendnpuir.__file__).parent / "bin" / "bishengir-opt"), "--allow-unregistered-dialect", "-"]
 
 
-def build(kernel: Any, signature: Signature, slots: dict[str, int], symbol: str) -> host_llvm.HostObject:
+def build(
+    kernel: Any, signature: Signature, slots: dict[str, int], symbol: str, options: FrontendOptions
+) -> host_llvm.HostObject:
     """Compile a kernel for this machine.
 
     `slots` gives the argument slot of each run-time parameter; `symbol` names the entry point (host_llvm.py says what
     it takes). Raises `KernelCompileError`.
     """
     name = kernel.__name__
-    ttir = lower_to_ttir(kernel, signature, HOST_OPTIONS)
+    ttir, messages = host_messages.extract(name, lower_to_ttir(kernel, signature, options))
     try:
-        return _build(name, ttir, signature, slots, symbol)
+        return _build(name, ttir, signature, slots, symbol, options, messages)
     except KernelCompileError as error:
         if not error.operation:
             raise
-        place = source_line(name, ttir, HOST_OPTIONS, error.operation)
+        place = source_line(name, ttir, options, error.operation)
         raise KernelCompileError(f"kernel {name}{place}: {error}", error.operation) from error
 
 
-def _build(name: str, ttir: str, signature: Signature, slots: dict[str, int], symbol: str) -> host_llvm.HostObject:
-    tensors = mlir.parse(lower_to_adapter(name, ttir, HOST_OPTIONS, generic=True))
+def _build(
+    name: str,
+    ttir: str,
+    signature: Signature,
+    slots: dict[str, int],
+    symbol: str,
+    options: FrontendOptions,
+    messages: tuple[host_messages.Message, ...],
+) -> host_llvm.HostObject:
+    tensors = mlir.parse(lower_to_adapter(name, ttir, options, generic=True))
+    host_messages.rewrite(tensors, name, messages)
     host_tensor.rewrite(tensors)
     buffers = mlir.parse(run_tool([*_opt(), *_BUFFERIZE], str(tensors), name))
     host_memref.rewrite(buffers)
@@ -93,5 +104,7 @@ def _build(name: str, ttir: str, signature: Signature, slots: dict[str, int], sy
     runtime_types = [
         (slots[parameter], kind) for parameter, kind in signature.types.items() if parameter not in signature.constants
     ]
-    text, arena_bytes = host_llvm.add_entry(host_llvm.to_llvm_ir(dialect, name), name, runtime_types, symbol)
-    return host_llvm.HostObject(host_llvm.compile_ir(text, name), symbol, arena_bytes)
+    record_slot = len(slots) if messages else None
+    ir = host_llvm.to_llvm_ir(dialect, name)
+    text, arena_bytes = host_llvm.add_entry(ir, name, runtime_types, symbol, record_slot)
+    return host_llvm.HostObject(host_llvm.compile_ir(text, name), symbol, arena_bytes, messages)

@@ -1,15 +1,17 @@
-"""Kernels compiled for the host, in the disk cache: `arena bytes | entry symbol | object code`."""
+"""Kernels compiled for the host, in the disk cache: `arena bytes | entry symbol | messages (JSON) | object code`."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import struct
 from typing import Any
 
 from dsv4_triton.compiler import cache, host_llvm
-from dsv4_triton.compiler.frontend import Signature
+from dsv4_triton.compiler.frontend import HOST_OPTIONS, FrontendOptions, Signature
+from dsv4_triton.compiler.host_messages import Message
 
-_HEADER = struct.Struct("<QI")
+_HEADER = struct.Struct("<QII")
 
 
 def _toolchain() -> str:
@@ -17,9 +19,13 @@ def _toolchain() -> str:
     return cache.toolchain("host*.py", "frontend.py", "mlir.py", "fixups.py") + "\n".join(host_llvm.cpu())
 
 
-def key(kernel: Any, signature: Signature, slots: dict[str, int]) -> str:
+def key(kernel: Any, signature: Signature, slots: dict[str, int], options: FrontendOptions = HOST_OPTIONS) -> str:
     """Hex digest that names a specialisation whose arguments lie in these slots."""
-    return cache.key(kernel, signature, [_toolchain(), *(f"{name}@{slot}" for name, slot in slots.items())])
+    parts = [_toolchain(), *(f"{name}@{slot}" for name, slot in slots.items())]
+    if options != HOST_OPTIONS:
+        # Assertions name the source file.
+        parts += [repr(options), kernel.fn.__code__.co_filename]
+    return cache.key(kernel, signature, parts)
 
 
 def _digest(name: str) -> str:
@@ -31,12 +37,16 @@ def load(name: str) -> host_llvm.HostObject | None:
     body = cache.load("host", _digest(name))
     if body is None:
         return None
-    arena_bytes, length = _HEADER.unpack_from(body)
-    symbol = body[_HEADER.size : _HEADER.size + length].decode()
-    return host_llvm.HostObject(body[_HEADER.size + length :], symbol, arena_bytes)
+    arena_bytes, symbol_bytes, messages_bytes = _HEADER.unpack_from(body)
+    symbol_end = _HEADER.size + symbol_bytes
+    messages_end = symbol_end + messages_bytes
+    messages = tuple(Message.of(plain) for plain in json.loads(body[symbol_end:messages_end]))
+    return host_llvm.HostObject(body[messages_end:], body[_HEADER.size : symbol_end].decode(), arena_bytes, messages)
 
 
 def store(name: str, code: host_llvm.HostObject) -> None:
     """Write an object; problems with the directory are ignored."""
     symbol = code.symbol.encode()
-    cache.store("host", _digest(name), _HEADER.pack(code.arena_bytes, len(symbol)) + symbol + code.code)
+    messages = json.dumps([message.plain() for message in code.messages]).encode()
+    header = _HEADER.pack(code.arena_bytes, len(symbol), len(messages))
+    cache.store("host", _digest(name), header + symbol + messages + code.code)

@@ -21,7 +21,7 @@ from typing import Any
 
 import llvmlite.binding as llvm
 
-from dsv4_triton.compiler import host_atomic, host_gemm, host_math
+from dsv4_triton.compiler import host_atomic, host_gemm, host_math, host_messages
 from dsv4_triton.compiler.frontend import KernelCompileError
 
 ENTRY = "dsv4_run"
@@ -40,11 +40,14 @@ _MALLOC = re.compile(
 
 @dataclass(frozen=True)
 class HostObject:
-    """Native code of one kernel specialisation: an object file, its entry symbol and the arena bytes it needs."""
+    """Native code of one kernel specialisation: an object file, its entry symbol, the arena bytes it needs, and the
+    messages that it may send while it runs.
+    """
 
     code: bytes
     symbol: str
     arena_bytes: int
+    messages: tuple[host_messages.Message, ...] = ()
 
 
 def to_llvm_ir(dialect_text: str, kernel_name: str) -> str:
@@ -81,10 +84,13 @@ def _slot_type(kind: str) -> str:
     )
 
 
-def add_entry(text: str, function: str, types: list[tuple[int, str]], symbol: str) -> tuple[str, int]:
+def add_entry(
+    text: str, function: str, types: list[tuple[int, str]], symbol: str, record_slot: int | None = None
+) -> tuple[str, int]:
     """Place temporaries in an arena and append the entry point; returns the module and the arena's size in bytes.
 
-    `types` are the argument slot and the Triton type of each of the kernel's run-time arguments, in order.
+    `types` are the argument slot and the Triton type of each of the kernel's run-time arguments, in order;
+    `record_slot` is the slot of the launch's record where the kernel has messages (host_messages.py).
     """
     head = re.search(rf"^define void @{re.escape(function)}\((.*)\) *(.*)\{{$", text, re.MULTILINE)
     if head is None:
@@ -122,19 +128,23 @@ def add_entry(text: str, function: str, types: list[tuple[int, str]], symbol: st
             arguments.append(f"{_slot_type(kind)} %a{i}")
     for i, offset in enumerate(offsets):
         lines.append(f"  %b{i} = getelementptr i8, ptr %arena, i64 {offset}")
+    setup, before, context = "", "", null_memref
+    if record_slot is not None:
+        setup, before, context = host_messages.entry_parts(record_slot)
+        text += "declare i32 @_setjmp(ptr) returns_twice\n"
     prologue = "\n".join(lines)
     operands = ", ".join(
-        [null_memref, null_memref, *arguments, "i32 %gx", "i32 %gy", "i32 %gz", "i32 %x", "i32 %y", "i32 %z"]
+        [context, null_memref, *arguments, "i32 %gx", "i32 %gy", "i32 %gz", "i32 %x", "i32 %y", "i32 %z"]
         + [f"ptr %b{i}" for i in range(len(offsets))]
     )
     entry = f"""
 define void @{symbol}(ptr %args, ptr %arena, i64 %begin, i64 %end, i32 %gx, i32 %gy, i32 %gz) {{
 {prologue}
-  %wx = zext i32 %gx to i64
+{setup}  %wx = zext i32 %gx to i64
   %wy = zext i32 %gy to i64
   br label %head
 head:
-  %p = phi i64 [ %begin, %0 ], [ %next, %body ]
+  %p = phi i64 [ %begin, %0 ], [ %next, %advance ]
   %more = icmp slt i64 %p, %end
   br i1 %more, label %body, label %done
 body:
@@ -145,7 +155,9 @@ body:
   %x = trunc i64 %lx to i32
   %y = trunc i64 %ly to i32
   %z = trunc i64 %lz to i32
-  call void @{function}({operands})
+{before}  call void @{function}({operands})
+  br label %advance
+advance:
   %next = add nuw nsw i64 %p, 1
   br label %head
 done:
@@ -189,7 +201,11 @@ def _link_runtime(text: str) -> str:
     def define(match: re.Match[str]) -> str:
         nonlocal products
         gemm = host_gemm.Gemm.of(match[1])
-        definition = host_gemm.emit(gemm, vector_lanes()) if gemm is not None else host_atomic.emit(match[1])
+        definition: str | None
+        if gemm is not None:
+            definition = host_gemm.emit(gemm, vector_lanes())
+        else:
+            definition = host_atomic.emit(match[1]) or host_messages.emit(match[1])
         if definition is None:
             return match[0]
         products |= gemm is not None

@@ -18,7 +18,6 @@ _DROPPED = {
     "hivm.hir.sync_block_wait",
     "hivm.hir.sync_block_all",
 }
-_IGNORED_CALLS = ("@triton_print", "@triton_assert")
 _BF16_AS_IS = ("arith.constant", "arith.extf", "arith.truncf", "arith.select", "arith.bitcast")
 _ARG_MODES = ('"max_with_index"', '"min_with_index"')
 _NEUTRAL = {"arith.maxnumf": ("0xFF800000", "0xFC00", "0xFF80"), "arith.minnumf": ("0x7F800000", "0x7C00", "0x7F80")}
@@ -60,7 +59,7 @@ def _rewrite_block(block: Block, module: Module, definitions: dict[str, Op]) -> 
             for nested in region:
                 _rewrite_block(nested, module, definitions)
         callee = (op.props.get("callee") or "") if op.name == "func.call" else ""
-        if op.name in _DROPPED or callee.startswith(_IGNORED_CALLS):
+        if op.name in _DROPPED:
             continue
         builder = Builder(module, ops)
         if callee.startswith("@triton_") or op.name == "hfusion.histogram":

@@ -273,15 +273,6 @@ def round_each_step(x, o, N: tl.constexpr):
 
 
 @triton.jit
-def messages(x):
-    v = tl.load(x + tl.arange(0, 4))
-    tl.device_print("v", v)
-    tl.device_assert(v < 100, "too large")
-    tl.debug_barrier()
-    tl.store(x + tl.arange(0, 4), v + 1)
-
-
-@triton.jit
 def function(x, o, n, WHICH: tl.constexpr, B: tl.constexpr):
     i = tl.program_id(0) * B + tl.arange(0, B)
     v = tl.load(x + i, mask=i < n, other=0.0)

@@ -16,15 +16,6 @@ from tests.numeric import assert_equal
 pytestmark = pytest.mark.usefixtures("host_driver", "four_threads")
 
 
-@pytest.fixture
-def four_threads(monkeypatch):
-    """Four threads share every grid, however small."""
-    monkeypatch.setattr(host_runtime, "_PARALLEL_NS", 0.0)
-    host_runtime.set_threads(4)
-    yield
-    host_runtime.set_threads(None)
-
-
 @pytest.mark.parametrize("n", [16, 11])
 def test_atomic_add_returns_the_old_value(n):
     x = torch.arange(16, dtype=torch.int32)
