@@ -1,14 +1,20 @@
-"""Kernels of `sparse_attention`: attention over up to four tiles of consecutive rows, and the merge of partial results.
+"""Kernels of `sparse_attention` that do both products in one launch, and the merge of partial results.
 
-A tile is ROWS consecutive rows: a page of a cache, or a slice of the rows that `gather_rows` copied. All tiles of one
-chunk share one softmax. P is normalised before the second product, so that a finished output leaves the matrix unit
-without a further vector pass; the sink enters the denominator of the only chunk (FINAL) or of the merge. The first
-product is peeled from its loop over the head dimension, and both loops are run-time loops: unrolled ones overflow L1
-on A2.
+An item is one token and HEADS heads. It attends up to four tiles of rows in one softmax: WINDOWS tiles of the window,
+then TILES tiles of the compressed rows, which come from SOURCE:
+
+* DENSE: entries 0..n_vis - 1 through the block table;
+* PICKED: entries that an index list names, each looked up by itself (BY_ROW only);
+* GATHERED: rows that `gather_rows` copied, with their bias.
+
+A tile is a page, or where BY_ROW says that a product's operand may be loaded row by row, any number of rows. P is
+normalised before the second product, so that a finished output leaves the matrix unit without a further vector pass;
+the sink enters the denominator of the only chunk (FINAL) or of the merge. The first product is peeled from its loop
+over the head dimension, and both loops are run-time loops: unrolled ones overflow L1 on A2.
 
 Masks are additive (-1e30) and absent rows are loaded as zero, so that nothing that no one wrote reaches a product.
 
-On-chip bytes per program (A2, both vector cores together): scores HEADS * TILES * ROWS * 4, P the same in the cache's
+On-chip bytes per item (A2, both vector cores together): scores HEADS * rows of all tiles * 4, P the same in the cache's
 dtype.
 """
 
@@ -17,104 +23,169 @@ import triton.language as tl
 
 ALL = tl.constexpr(tl.PropagateNan.ALL)
 
-GATHERED: tl.constexpr = 0
-"""Rows copied by gather_rows: `bias` says which are valid."""
-WINDOW: tl.constexpr = 1
-"""Pages of the window cache: positions max(0, p - window + 1)..p."""
-PAGES: tl.constexpr = 2
-"""Pages of a compressed cache: entries 0..n_vis - 1."""
+DENSE: tl.constexpr = 0
+PICKED: tl.constexpr = 1
+GATHERED: tl.constexpr = 2
+
+
+@triton.jit
+def _looked_up(table_ptr, page_stride, at, there, PAGE: tl.constexpr, D: tl.constexpr):
+    """Places of the rows `at` of a paged cache, each through the block table; somewhere in block 0 where not `there`,
+    since masked rows are read, too."""
+    page = tl.load(table_ptr + at // PAGE, mask=there, other=0)
+    return tl.maximum(page, 0).to(tl.int64) * page_stride + (at % PAGE) * D
+
+
+@triton.jit
+def _page(cache_ptr, table_ptr, page_stride, tile, lo, hi, ROWS: tl.constexpr, D: tl.constexpr):
+    """Address of the first row of page `tile` that is among lo..hi-1, and how many there are."""
+    first = tl.maximum(lo, tile * ROWS)
+    count = tl.maximum(tl.minimum(hi, (tile + 1) * ROWS) - first, 0)
+    page = tl.load(table_ptr + tl.minimum(tile, tl.maximum(hi - 1, 0) // ROWS))
+    return cache_ptr + tl.cast(tl.maximum(page, 0), tl.int64) * page_stride + (first - tile * ROWS) * D, count
+
+
+@triton.jit
+def _prefix_bias(row, count):
+    """0 in the first `count` rows, at most -1e30 in the others."""
+    return tl.minimum(-0.5 - (row - count).to(tl.float32), 0.0, propagate_nan=ALL) * 2e30
+
+
+@triton.jit
+def _window_tile(
+    cache_ptr, table_ptr, page_stride, tile, lo, hi,
+    BY_ROW: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Tile `tile` of positions lo..hi-1: address, place of each row from there, which rows exist, and the bias."""
+    row = tl.arange(0, ROWS)
+    if BY_ROW:
+        first = lo + tile * ROWS
+        count = hi - first
+        address = cache_ptr
+        place = _looked_up(table_ptr, page_stride, first + row, row < count, PAGE, D)
+    else:
+        address, count = _page(cache_ptr, table_ptr, page_stride, tile + lo // ROWS, lo, hi, ROWS, D)
+        place = row * D
+    return address, place, row < count, _prefix_bias(row, count)
+
+
+@triton.jit
+def _compressed_tile(
+    rows_ptr, table_ptr, pick_ptr, page_stride, tile, hi,
+    SOURCE: tl.constexpr, BY_ROW: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Like `_window_tile`, of the first `hi` compressed rows."""
+    row = tl.arange(0, ROWS)
+    first = tile * ROWS
+    there = row < hi - first
+    if SOURCE == PICKED:
+        at = tl.load(pick_ptr + first + row, mask=there, other=-1)
+        bias = tl.minimum(at.to(tl.float32), 0.0, propagate_nan=ALL) * 1e30
+        there = at >= 0
+        address = rows_ptr
+        place = _looked_up(table_ptr, page_stride, tl.maximum(at, 0), there, PAGE, D)
+    elif SOURCE == GATHERED:
+        bias = tl.load(pick_ptr + first + row, mask=there, other=-1e30)
+        address = rows_ptr + tl.cast(tile, tl.int64) * (ROWS * D)
+        place = row * D
+    elif BY_ROW:
+        bias = _prefix_bias(row, hi - first)
+        address = rows_ptr
+        place = _looked_up(table_ptr, page_stride, first + row, there, PAGE, D)
+    else:
+        address, count = _page(rows_ptr, table_ptr, page_stride, tile, 0, hi, ROWS, D)
+        bias = _prefix_bias(row, count)
+        place = row * D
+    return address, place, there, bias
 
 
 @triton.jit
 def _tile(
-    rows_ptr, table_ptr, bias_ptr, page_stride, tile, lo, hi, SOURCE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr
-):
-    """Address, number of rows and bias of tile `tile` of the logical rows lo..hi-1. Tile i starts at row i * ROWS."""
-    first = tl.maximum(lo, tile * ROWS)
-    count = tl.maximum(tl.minimum(hi, (tile + 1) * ROWS) - first, 0)
-    row = tl.arange(0, ROWS)
-    if SOURCE == GATHERED:
-        address = rows_ptr + tl.cast(tile, tl.int64) * (ROWS * D)
-        bias = tl.load(bias_ptr + tile * ROWS + row, mask=row < count, other=-1e30)
+    NUMBER: tl.constexpr, window_ptr, window_table_ptr, window_stride, lo, hi, rows_ptr, table_ptr, pick_ptr,
+    page_stride, tile, count, SOURCE: tl.constexpr, BY_ROW: tl.constexpr, WINDOWS: tl.constexpr,
+    WINDOW_PAGE: tl.constexpr, WINDOW_ROWS: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Tile NUMBER of an item: the window's come first, then the compressed ones from `tile` on."""
+    if NUMBER < WINDOWS:
+        return _window_tile(
+            window_ptr, window_table_ptr, window_stride, NUMBER, lo, hi, BY_ROW, WINDOW_PAGE, WINDOW_ROWS, D
+        )
     else:
-        page = tl.load(table_ptr + tl.minimum(tile, tl.maximum(hi - 1, 0) // ROWS))
-        address = rows_ptr + tl.cast(tl.maximum(page, 0), tl.int64) * page_stride + (first - tile * ROWS) * D
-        beyond = (row - count).to(tl.float32)
-        bias = tl.minimum(-0.5 - beyond, 0.0, propagate_nan=ALL) * 2e30
-    return address, count, bias
+        return _compressed_tile(
+            rows_ptr, table_ptr, pick_ptr, page_stride, tile + (NUMBER - WINDOWS), count, SOURCE, BY_ROW, PAGE, ROWS, D
+        )
 
 
 @triton.jit
-def _scores(
-    q_ptr,
-    heads,
-    rows_ptr,
-    count,
-    bias,
-    scale,
-    HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-    DK: tl.constexpr,
-):
-    """scale * q k^T + bias, [HEADS, ROWS] fp32."""
-    head = tl.arange(0, HEADS)[:, None]
-    row = tl.arange(0, ROWS)[:, None]
-    dim = tl.arange(0, DK)[None, :]
-    q = tl.load(q_ptr + head * D + dim, mask=head < heads, other=0.0)
-    k = tl.load(rows_ptr + row * D + dim, mask=row < count, other=0.0)
-    s = tl.dot(q, tl.trans(k))
+def _load(address, place, there, d, WIDTH: tl.constexpr):
+    """Features d..d+WIDTH-1 of the rows; zero where there is none."""
+    return tl.load(address + d + place[:, None] + tl.arange(0, WIDTH)[None, :], mask=there[:, None], other=0.0)
+
+
+@triton.jit
+def _scores(q_ptr, q_place, q_there, address, place, there, bias, scale, D: tl.constexpr, DK: tl.constexpr):
+    """scale * q k^T + bias, [heads, rows] fp32."""
+    s = tl.dot(_load(q_ptr, q_place, q_there, 0, DK), tl.trans(_load(address, place, there, 0, DK)))
     for d in range(DK, D, DK):
-        q = tl.load(q_ptr + d + head * D + dim, mask=head < heads, other=0.0)
-        k = tl.load(rows_ptr + d + row * D + dim, mask=row < count, other=0.0)
-        s = tl.dot(q, tl.trans(k), s)
+        s = tl.dot(_load(q_ptr, q_place, q_there, d, DK), tl.trans(_load(address, place, there, d, DK)), s)
     return s * scale + bias[None, :]
 
 
 @triton.jit
-def _values(rows_ptr, count, ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr):
-    row = tl.arange(0, ROWS)[:, None]
-    return tl.load(rows_ptr + row * D + tl.arange(0, DV)[None, :], mask=row < count, other=0.0)
-
-
-@triton.jit
 def _chunk(
-    q_ptr, heads, queries, rows_ptr, table_ptr, bias_ptr, sink_ptr, out_ptr, lse_ptr, page_stride, tile, lo, hi, scale,
-    SOURCE: tl.constexpr, FINAL: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
+    q_ptr, heads, queries, window_ptr, window_table_ptr, window_stride, lo, hi, rows_ptr, table_ptr, pick_ptr,
+    page_stride, tile, count, sink_ptr, out_ptr, lse_ptr, scale,
+    SOURCE: tl.constexpr, BY_ROW: tl.constexpr, FINAL: tl.constexpr, WINDOWS: tl.constexpr, WINDOW_PAGE: tl.constexpr,
+    WINDOW_ROWS: tl.constexpr, TILES: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
     D: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one token's HEADS heads over TILES tiles from `tile`; with the sink if FINAL, else with its lse.
+    """Attention of one token's HEADS heads over all tiles; with the sink if FINAL, else with its lse.
 
     `queries` is `heads`, or 0 for a padding token, whose row of q may hold anything.
     """
+    ALL_TILES: tl.constexpr = WINDOWS + TILES
     head = tl.arange(0, HEADS)
-    k0, n0, bias = _tile(rows_ptr, table_ptr, bias_ptr, page_stride, tile, lo, hi, SOURCE, ROWS, D)
-    s0 = _scores(q_ptr, queries, k0, n0, bias, scale, HEADS, ROWS, D, DK)
+    place = head * D
+    asked = head < queries
+    a0, r0, v0, bias = _tile(
+        0, window_ptr, window_table_ptr, window_stride, lo, hi, rows_ptr, table_ptr, pick_ptr, page_stride, tile, count,
+        SOURCE, BY_ROW, WINDOWS, WINDOW_PAGE, WINDOW_ROWS, PAGE, ROWS, D,
+    )  # fmt: skip
+    s0 = _scores(q_ptr, place, asked, a0, r0, v0, bias, scale, D, DK)
     m = tl.maximum(tl.max(s0, axis=1), -1e29, propagate_nan=ALL)
-    if TILES > 1:
-        k1, n1, bias = _tile(rows_ptr, table_ptr, bias_ptr, page_stride, tile + 1, lo, hi, SOURCE, ROWS, D)
-        s1 = _scores(q_ptr, queries, k1, n1, bias, scale, HEADS, ROWS, D, DK)
+    if ALL_TILES > 1:
+        a1, r1, v1, bias = _tile(
+            1, window_ptr, window_table_ptr, window_stride, lo, hi, rows_ptr, table_ptr, pick_ptr, page_stride, tile,
+            count, SOURCE, BY_ROW, WINDOWS, WINDOW_PAGE, WINDOW_ROWS, PAGE, ROWS, D,
+        )  # fmt: skip
+        s1 = _scores(q_ptr, place, asked, a1, r1, v1, bias, scale, D, DK)
         m = tl.maximum(m, tl.max(s1, axis=1), propagate_nan=ALL)
-    if TILES > 2:
-        k2, n2, bias = _tile(rows_ptr, table_ptr, bias_ptr, page_stride, tile + 2, lo, hi, SOURCE, ROWS, D)
-        s2 = _scores(q_ptr, queries, k2, n2, bias, scale, HEADS, ROWS, D, DK)
+    if ALL_TILES > 2:
+        a2, r2, v2, bias = _tile(
+            2, window_ptr, window_table_ptr, window_stride, lo, hi, rows_ptr, table_ptr, pick_ptr, page_stride, tile,
+            count, SOURCE, BY_ROW, WINDOWS, WINDOW_PAGE, WINDOW_ROWS, PAGE, ROWS, D,
+        )  # fmt: skip
+        s2 = _scores(q_ptr, place, asked, a2, r2, v2, bias, scale, D, DK)
         m = tl.maximum(m, tl.max(s2, axis=1), propagate_nan=ALL)
-    if TILES > 3:
-        k3, n3, bias = _tile(rows_ptr, table_ptr, bias_ptr, page_stride, tile + 3, lo, hi, SOURCE, ROWS, D)
-        s3 = _scores(q_ptr, queries, k3, n3, bias, scale, HEADS, ROWS, D, DK)
+    if ALL_TILES > 3:
+        a3, r3, v3, bias = _tile(
+            3, window_ptr, window_table_ptr, window_stride, lo, hi, rows_ptr, table_ptr, pick_ptr, page_stride, tile,
+            count, SOURCE, BY_ROW, WINDOWS, WINDOW_PAGE, WINDOW_ROWS, PAGE, ROWS, D,
+        )  # fmt: skip
+        s3 = _scores(q_ptr, place, asked, a3, r3, v3, bias, scale, D, DK)
         m = tl.maximum(m, tl.max(s3, axis=1), propagate_nan=ALL)
     if FINAL:
         sink = tl.load(sink_ptr + head, mask=head < heads, other=0.0)
         m = tl.maximum(m, sink, propagate_nan=ALL)
     s0 = tl.exp(s0 - m[:, None])
     z = tl.sum(s0, axis=1)
-    if TILES > 1:
+    if ALL_TILES > 1:
         s1 = tl.exp(s1 - m[:, None])
         z += tl.sum(s1, axis=1)
-    if TILES > 2:
+    if ALL_TILES > 2:
         s2 = tl.exp(s2 - m[:, None])
         z += tl.sum(s2, axis=1)
-    if TILES > 3:
+    if ALL_TILES > 3:
         s3 = tl.exp(s3 - m[:, None])
         z += tl.sum(s3, axis=1)
     if FINAL:
@@ -123,38 +194,41 @@ def _chunk(
     if not FINAL:
         tl.store(lse_ptr + head, m + tl.log(z), mask=head < heads)
     inverse = (1.0 / z)[:, None]
-    p0 = (s0 * inverse).to(rows_ptr.dtype.element_ty)
-    if TILES > 1:
-        p1 = (s1 * inverse).to(rows_ptr.dtype.element_ty)
-    if TILES > 2:
-        p2 = (s2 * inverse).to(rows_ptr.dtype.element_ty)
-    if TILES > 3:
-        p3 = (s3 * inverse).to(rows_ptr.dtype.element_ty)
-    place = head[:, None] * D + tl.arange(0, DV)[None, :]
+    p0 = (s0 * inverse).to(q_ptr.dtype.element_ty)
+    if ALL_TILES > 1:
+        p1 = (s1 * inverse).to(q_ptr.dtype.element_ty)
+    if ALL_TILES > 2:
+        p2 = (s2 * inverse).to(q_ptr.dtype.element_ty)
+    if ALL_TILES > 3:
+        p3 = (s3 * inverse).to(q_ptr.dtype.element_ty)
     for d in range(0, D, DV):
-        o = tl.dot(p0, _values(k0 + d, n0, ROWS, D, DV))
-        if TILES > 1:
-            o = tl.dot(p1, _values(k1 + d, n1, ROWS, D, DV), o)
-        if TILES > 2:
-            o = tl.dot(p2, _values(k2 + d, n2, ROWS, D, DV), o)
-        if TILES > 3:
-            o = tl.dot(p3, _values(k3 + d, n3, ROWS, D, DV), o)
-        tl.store(out_ptr + d + place, o.to(out_ptr.dtype.element_ty), mask=head[:, None] < heads)
+        o = tl.dot(p0, _load(a0, r0, v0, d, DV))
+        if ALL_TILES > 1:
+            o = tl.dot(p1, _load(a1, r1, v1, d, DV), o)
+        if ALL_TILES > 2:
+            o = tl.dot(p2, _load(a2, r2, v2, d, DV), o)
+        if ALL_TILES > 3:
+            o = tl.dot(p3, _load(a3, r3, v3, d, DV), o)
+        out = out_ptr + d + place[:, None] + tl.arange(0, DV)[None, :]
+        tl.store(out, o.to(out_ptr.dtype.element_ty), mask=(head < heads)[:, None])
 
 
 @triton.jit(do_not_specialize=[
-    "tokens", "heads", "table_stride", "page_stride", "columns", "base", "limit", "window", "splits", "slots", "slot0",
+    "tokens", "heads", "window_table_stride", "window_stride", "table_stride", "page_stride", "columns", "base",
+    "limit", "window", "splits", "slots", "slot0",
 ])  # fmt: skip
 def attend_kernel(
-    q_ptr, rows_ptr, table_ptr, bias_ptr, sink_ptr, req_ptr, pos_ptr, n_vis_ptr, out_ptr, lse_ptr,
-    tokens, heads, table_stride, page_stride, columns, base, limit, window, splits, slots, slot0, scale,
-    SOURCE: tl.constexpr, COUNTED: tl.constexpr, FINAL: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr,
+    q_ptr, window_ptr, window_table_ptr, rows_ptr, table_ptr, pick_ptr, sink_ptr, req_ptr, pos_ptr, n_vis_ptr,
+    out_ptr, lse_ptr, tokens, heads, window_table_stride, window_stride, table_stride, page_stride, columns, base,
+    limit, window, splits, slots, slot0, scale,
+    SOURCE: tl.constexpr, COUNTED: tl.constexpr, BY_ROW: tl.constexpr, FINAL: tl.constexpr, WINDOWS: tl.constexpr,
+    WINDOW_PAGE: tl.constexpr, WINDOW_ROWS: tl.constexpr, TILES: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
     HEADS: tl.constexpr, D: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """One item: a token, HEADS heads and every `splits`-th chunk. Not FINAL: chunk c goes to slot slot0 + c.
 
-    Attended are `base` rows, or min(base + n_vis, limit) if COUNTED; the window has its own rule. GATHERED: rows are
-    [tokens, columns, D].
+    Compressed rows are `base`, or min(base + n_vis, limit) if COUNTED. `columns` is the distance between the index
+    lists, or the gathered rows, of two tokens.
     """
     head_blocks = (heads + HEADS - 1) // HEADS
     items = tokens * head_blocks * splits
@@ -164,42 +238,41 @@ def attend_kernel(
         t = item // splits // head_blocks
         t64 = tl.cast(t, tl.int64)
         position = tl.load(pos_ptr + t)
-        req = tl.maximum(tl.load(req_ptr + t), 0)
-        lo = 0
+        req = tl.cast(tl.maximum(tl.load(req_ptr + t), 0), tl.int64)
+        lo = tl.maximum(position + 1 - window, 0)
+        hi = position + 1
+        count = base
+        if COUNTED:
+            count = tl.minimum(base + tl.load(n_vis_ptr + t), limit)
         queries = heads - h
         if position < 0:
             queries = 0
-        if SOURCE == WINDOW:
-            lo = tl.maximum(position + 1 - window, 0)
-            hi = position + 1
-        else:
-            hi = base
-            if COUNTED:
-                hi = tl.minimum(hi + tl.load(n_vis_ptr + t), limit)
-            if position < 0:
-                hi = 0
+            count = 0
         q = q_ptr + (t64 * heads + h) * D
-        table = table_ptr + tl.cast(req, tl.int64) * table_stride
         rows = rows_ptr
-        bias = bias_ptr
+        pick = pick_ptr
+        if SOURCE != DENSE:
+            pick += t64 * columns
         if SOURCE == GATHERED:
             rows += t64 * columns * D
-            bias += t64 * columns
+        window_table = window_table_ptr + req * window_table_stride
+        table = table_ptr + req * table_stride
         if FINAL:
             _chunk(
-                q, heads - h, queries, rows, table, bias, sink_ptr + h, out_ptr + (t64 * heads + h) * D, lse_ptr,
-                page_stride, lo // ROWS, lo, hi, scale, SOURCE, FINAL, TILES, ROWS, HEADS, D, DK, DV,
+                q, heads - h, queries, window_ptr, window_table, window_stride, lo, hi, rows, table, pick, page_stride,
+                0, count, sink_ptr + h, out_ptr + (t64 * heads + h) * D, lse_ptr, scale, SOURCE, BY_ROW, FINAL, WINDOWS,
+                WINDOW_PAGE, WINDOW_ROWS, TILES, PAGE, ROWS, HEADS, D, DK, DV,
             )  # fmt: skip
         else:
-            if SOURCE == WINDOW:
-                chunks = 1
-            else:
-                chunks = (hi + TILES * ROWS - 1) // (TILES * ROWS)
+            chunks = 1
+            if TILES > 0:
+                chunks = (count + TILES * ROWS - 1) // (TILES * ROWS)
             for c in range(split, chunks, splits):
                 place = (t64 * slots + slot0 + c) * heads + h
                 _chunk(
-                    q, heads - h, queries, rows, table, bias, sink_ptr + h, out_ptr + place * D, lse_ptr + place,
-                    page_stride, lo // ROWS + c * TILES, lo, hi, scale, SOURCE, FINAL, TILES, ROWS, HEADS, D, DK, DV,
+                    q, heads - h, queries, window_ptr, window_table, window_stride, lo, hi, rows, table, pick,
+                    page_stride, c * TILES, count, sink_ptr + h, out_ptr + place * D, lse_ptr + place, scale, SOURCE,
+                    BY_ROW, FINAL, WINDOWS, WINDOW_PAGE, WINDOW_ROWS, TILES, PAGE, ROWS, HEADS, D, DK, DV,
                 )  # fmt: skip
 
 

@@ -7,14 +7,14 @@ For token t at position p and head h, with K the window rows max(0, p - window +
 
 fp32 throughout; `round` is the cast to the cache's dtype (P is bf16 for bf16 rows, while Z sums unrounded terms); one
 cast of the result. A row is key and value at once. Terms are added in the order of the token's own rows, whatever else
-the batch holds; only the split of more than 512 dense rows into chunks follows `max_n_vis`.
+the batch holds; only the split of many dense rows into chunks follows `max_n_vis`.
 
-Two routes, by the shape of the caches:
-* pages: tiles are pages, read in place. Window alone in one launch; with dense compressed rows the window, and chunks
-  of four pages, give partial results that a third launch merges with the sink.
-* rows: `gather_rows` copies what a token attends, then one launch attends it with a single softmax; dense sets longer
-  than a chunk give partial results that are merged. Used for selected rows, for records (uint8, decoded on the way)
-  and for pages that are too small or too large for a tile.
+`_attend_plan.py` chooses the launches by shapes and device family:
+
+* rows read where they lie, in one launch: whole pages as tiles, or single rows where the family can load a product's
+  operand row by row;
+* `gather_rows` copies what a token attends, decoded where rows are records (uint8), then one launch attends it;
+* sets of dense rows too long for one softmax give partial results, which a last launch merges with the sink.
 
 Cube and vector cores; grids are persistent. On-chip sizes: `_attend.py`, `gather_rows.py`. Formula: official
 inference code.
@@ -29,70 +29,17 @@ import torch
 
 from dsv4_triton.device import Family, family_of
 from dsv4_triton.kernels import _attend
+from dsv4_triton.kernels._attend_plan import HEAD_DIM, Call, Plan, Tiling, limits, plan
 from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor, output
-from dsv4_triton.kernels._rows import HEAD_DIM, check_rows, is_record
+from dsv4_triton.kernels._rows import check_rows, is_record
 from dsv4_triton.kernels._tiling import next_power_of_2
-from dsv4_triton.kernels.gather_rows import BLOCK, gather_rows, window_columns
+from dsv4_triton.kernels._workspace import ALIGNMENT, Part, carve
+from dsv4_triton.kernels.gather_rows import gather_rows
 
 OP = "sparse_attention"
-MAX_TILES = 4
 MERGE_HEADS = 16
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of a family: scores in flight (heads x rows), gathered tiles per chunk, widths of the products, rows per
-    chunk, and bytes of gathered rows or partial results per launch (they should stay in the last cache)."""
-
-    scores: int = 40960
-    gathered_tiles: int = 2
-    key_width: int = 128
-    value_width: int = 64
-    chunk_rows: int = 640
-    scratch_bytes: int = 64 << 20
-
-
-LIMITS = {"host": Limits(scores=1 << 18, gathered_tiles=1, key_width=512, value_width=512, scratch_bytes=8 << 20)}
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """Constants of one attend launch."""
-
-    TILES: int
-    ROWS: int
-    HEADS: int
-    DK: int
-    DV: int
-
-
-def tiling(limits: Limits, heads: int, tiles: int, rows: int) -> Tiling:
-    """Heads per item so that the scores in flight fit, and the widths of both products."""
-    block = next_power_of_2(heads)
-    while block > 16 and (block > 64 or block * tiles * rows > limits.scores):
-        block //= 2
-    return Tiling(TILES=tiles, ROWS=rows, HEADS=block, DK=limits.key_width, DV=limits.value_width)
-
-
-def _up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
-
-
-def _bucket(dense: int) -> int:
-    """Columns for up to `dense` rows: few different sizes, so that few kernels are compiled while contexts grow."""
-    if dense > 512:
-        return _up(dense, 512)
-    return max(BLOCK, next_power_of_2(dense)) if dense else 0
-
-
-def _is_tile(page: int) -> bool:
-    """Whether a page of this many rows can be one tile."""
-    return page % 16 == 0 and page <= 128
-
-
-def _page_tiles(window: int, page: int) -> int:
-    """Pages that a window can touch."""
-    return -(-(window - 1) // page) + 1
+_RUN = 16
+"""Runs of tokens are a multiple of this, so that each run stays aligned."""
 
 
 @dataclass
@@ -100,18 +47,25 @@ class _Tokens:
     """What belongs to a run of tokens, and what all of them share."""
 
     q: torch.Tensor
+    window_cache: torch.Tensor
+    window_table: torch.Tensor
     token_req: torch.Tensor
     positions: torch.Tensor
+    cmp_cache: torch.Tensor | None
+    cmp_table: torch.Tensor | None
     n_vis: torch.Tensor | None
     indices: torch.Tensor | None
-    out: torch.Tensor
     sink: torch.Tensor
+    out: torch.Tensor
     scale: float
-    window: int
+    call: Call
+    family: Family
 
     def runs(self, length: int) -> Iterator[_Tokens]:
-        """The tokens in runs of `length`, rounded so that each run stays aligned."""
-        length = max(16, length // 16 * 16)
+        """The tokens in runs of `length`."""
+        if length >= len(self.q):
+            yield self
+            return
         for start in range(0, len(self.q), length):
             run = slice(start, start + length)
             yield replace(
@@ -121,116 +75,96 @@ class _Tokens:
             )  # fmt: skip
 
     def attend(
-        self,
-        source: int,
-        tiling: Tiling,
-        cores: int,
-        rows: torch.Tensor,
-        *,
-        table: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-        base: int = 0,
-        limit: int | None = None,
-        partial: Partial | None = None,
-        slot0: int = 0,
+        self, tiling: Tiling, plan: Plan, gathered: list[torch.Tensor], partial: list[torch.Tensor], slot0: int
     ) -> None:
-        """One launch into `out`, with the sink, or into `partial` from slot `slot0`; `limit`: n_vis rows count too."""
+        """One launch into `out`, with the sink, or into `partial` (values, lse) from slot `slot0` on."""
         tokens, heads = self.q.shape[:2]
+        call = self.call
+        rows = self.window_cache if self.cmp_cache is None else self.cmp_cache
+        table = self.window_table if self.cmp_table is None else self.cmp_table
+        pick, columns, base = self.sink, call.picked, call.picked
+        if gathered:
+            rows, pick = gathered
+            base = columns = plan.gathered
+        elif self.indices is not None:
+            pick = self.indices
+        counted = self.n_vis is not None
+        if counted:
+            base = plan.base
         items = tokens * -(-heads // tiling.HEADS)
         splits = 1
-        if partial is not None and source != _attend.WINDOW:
-            splits = max(1, min(partial.slots - slot0, 4 * cores // items))
-        _attend.attend_kernel[(min(items * splits, cores),)](
-            self.q, rows, self.positions if table is None else table, self.sink if bias is None else bias, self.sink,
-            self.token_req, self.positions, self.positions if limit is None else self.n_vis,
-            self.out if partial is None else partial.values, self.sink if partial is None else partial.lse,
-            tokens, heads, 0 if table is None else table.stride(0), rows.stride(0), rows.shape[1], base, limit or 0,
-            self.window, splits, 1 if partial is None else partial.slots, slot0, self.scale,
-            SOURCE=source, COUNTED=limit is not None, FINAL=partial is None, D=HEAD_DIM, **asdict(tiling),
+        if partial and tiling.TILES:
+            splits = max(1, min(plan.slots - slot0, 4 * self.family.cube_cores // items))
+        values, lse = partial or (self.out, self.sink)
+        _attend.attend_kernel[(min(items * splits, self.family.cube_cores),)](
+            self.q, self.window_cache, self.window_table, rows, table, pick, self.sink, self.token_req, self.positions,
+            self.n_vis if counted else self.positions, values, lse,
+            tokens, heads, self.window_table.stride(0), self.window_cache.stride(0), table.stride(0), rows.stride(0),
+            columns, base, base + call.dense, call.window, splits, plan.slots or 1, slot0, self.scale,
+            COUNTED=counted, FINAL=not partial, D=HEAD_DIM, **asdict(tiling),
         )  # fmt: skip
 
-    def merge(self, partial: Partial, base: int, limit: int, chunk: int, cores: int) -> None:
-        """The first ceil(min(base + n_vis, limit) / chunk) partial results and the sink into `out`."""
+    def merge(self, plan: Plan, partial: list[torch.Tensor]) -> None:
+        """The partial results and the sink into `out`."""
         tokens, heads = self.q.shape[:2]
         block = min(MERGE_HEADS, next_power_of_2(heads))
-        _attend.merge_kernel[(min(tokens * -(-heads // block), cores),)](
-            partial.values, partial.lse, self.sink, self.positions, self.n_vis, self.out,
-            tokens, heads, partial.slots, base, limit, chunk, HEADS=block, D=HEAD_DIM,
+        base = plan.base or plan.chunk
+        _attend.merge_kernel[(min(tokens * -(-heads // block), self.family.vector_cores),)](
+            *partial, self.sink, self.positions, self.n_vis, self.out, tokens, heads, plan.slots, base,
+            base + self.call.dense, plan.chunk, HEADS=block, D=HEAD_DIM,
         )  # fmt: skip
 
+    def run(self, plan: Plan, gathered: list[torch.Tensor], partial: list[torch.Tensor]) -> None:
+        if gathered:
+            gather_rows(
+                self.window_cache, self.window_table, self.token_req, self.positions, window=self.call.window,
+                columns=plan.gathered, cmp_cache=self.cmp_cache, cmp_table=self.cmp_table, n_vis=self.n_vis,
+                indices=self.indices, dtype=self.q.dtype, rows=gathered[0], bias=gathered[1],
+            )  # fmt: skip
+        for slot0, tiling in enumerate(plan.launches):
+            self.attend(tiling, plan, gathered, partial, slot0)
+        if partial:
+            self.merge(plan, partial)
 
-class Partial:
-    """Normalised partial results [T, slots, H, 512] and the log of their denominators [T, slots, H], fp32."""
 
-    def __init__(self, tokens: _Tokens, slots: int) -> None:
-        count, heads, dim = tokens.q.shape
-        self.slots = slots
-        self.values = torch.empty((count, slots, heads, dim), dtype=torch.float32, device=tokens.q.device)
-        self.lse = torch.empty((count, slots, heads), dtype=torch.float32, device=tokens.q.device)
+def _scratch(plan: Plan, run: int, heads: int, dtype: torch.dtype) -> tuple[list[Part], list[Part]]:
+    """Gathered rows and their bias; partial values and the logs of their denominators. Each only where it is used."""
+    gathered: list[Part] = [((run, plan.gathered, HEAD_DIM), dtype), ((run, plan.gathered), torch.float32)]
+    slots = run, plan.slots, heads
+    partial: list[Part] = [((*slots, HEAD_DIM), torch.float32), (slots, torch.float32)]
+    return gathered if plan.gathered else [], partial if plan.slots else []
 
 
-def _by_pages(
-    tokens: _Tokens,
-    window_cache: torch.Tensor,
-    window_table: torch.Tensor,
-    cmp_cache: torch.Tensor | None,
-    cmp_table: torch.Tensor | None,
-    dense: int,
+def _run_length(plan: Plan, tokens: int, heads: int, dtype: torch.dtype, family: Family) -> int:
+    """Tokens whose scratch fits the family's bound, at least 16."""
+    fit = limits(family).scratch_bytes // plan.scratch(heads, dtype)
+    return min(tokens, max(_RUN, fit // _RUN * _RUN))
+
+
+def sparse_attention_workspace(
+    tokens: int,
+    heads: int,
+    dtype: torch.dtype,
     family: Family,
-) -> None:
-    heads, page = tokens.q.shape[1], window_cache.shape[1]
-    limits = LIMITS.get(family.name, Limits())
-    shape = tiling(limits, heads, _page_tiles(tokens.window, page), page)
-    if cmp_cache is None:
-        tokens.attend(_attend.WINDOW, shape, family.cube_cores, window_cache, table=window_table)
-        return
-    cmp_tiles = min(MAX_TILES, next_power_of_2(-(-dense // cmp_cache.shape[1])))
-    cmp_shape = tiling(limits, heads, cmp_tiles, cmp_cache.shape[1])
-    chunk = cmp_shape.TILES * cmp_shape.ROWS
-    slots = 1 + -(-dense // chunk)
-    for run in tokens.runs(limits.scratch_bytes // (slots * heads * HEAD_DIM * 4)):
-        partial = Partial(run, slots)
-        run.attend(_attend.WINDOW, shape, family.cube_cores, window_cache, table=window_table, partial=partial)
-        run.attend(
-            _attend.PAGES, cmp_shape, family.cube_cores, cmp_cache, table=cmp_table, limit=dense,
-            partial=partial, slot0=1,
-        )  # fmt: skip
-        run.merge(partial, chunk, chunk + dense, chunk, family.vector_cores)
-
-
-def _by_rows(
-    tokens: _Tokens,
-    window_cache: torch.Tensor,
-    window_table: torch.Tensor,
-    cmp_cache: torch.Tensor | None,
-    cmp_table: torch.Tensor | None,
-    dense: int,
-    family: Family,
-) -> None:
-    heads = tokens.q.shape[1]
-    limits = LIMITS.get(family.name, Limits())
-    base = window_columns(tokens.window)
-    counted = tokens.n_vis is not None
-    columns = base + _bucket(dense)
-    if tokens.indices is not None:
-        base = columns = base + _up(tokens.indices.shape[1], BLOCK)
-    tiles = limits.gathered_tiles
-    one = tiling(limits, heads, tiles, _up(columns, 16 * tiles) // tiles)
-    final = not counted or columns <= limits.chunk_rows
-    shape = one if final else tiling(limits, heads, tiles, limits.chunk_rows // tiles)
-    chunk = shape.TILES * shape.ROWS
-    for run in tokens.runs(limits.scratch_bytes // (columns * HEAD_DIM * tokens.q.element_size())):
-        rows, bias = gather_rows(
-            window_cache, window_table, run.token_req, run.positions, window=run.window, columns=columns,
-            cmp_cache=cmp_cache, cmp_table=cmp_table, n_vis=run.n_vis, indices=run.indices, dtype=run.q.dtype,
-        )  # fmt: skip
-        partial = None if final else Partial(run, -(-columns // chunk))
-        run.attend(
-            _attend.GATHERED, shape, family.cube_cores, rows, bias=bias, base=base,
-            limit=base + dense if counted else None, partial=partial,
-        )  # fmt: skip
-        if partial is not None:
-            run.merge(partial, base, base + dense, chunk, family.vector_cores)
+    *,
+    window_page: int,
+    cmp_page: int = 1,
+    topk: int = 0,
+    max_n_vis: int = 0,
+    record: bool = False,
+    window: int = 128,
+) -> int:
+    """Bytes of `workspace` for calls of up to `tokens` tokens, with selections of `topk` and with up to `max_n_vis`
+    dense rows. `window_page` and `cmp_page` are rows per block of the caches."""
+    need = 0
+    for picked, dense in ((0, 0), (topk, 0), (0, max_n_vis)):
+        chosen = plan(family, Call(heads, window, window_page, cmp_page, picked, dense, record))
+        if chosen.gathered or chosen.slots:
+            a_token = chosen.scratch(heads, dtype)
+            # Fewer dense rows take less a token, and then more tokens make a run: the bound holds for those too.
+            bound = min(tokens * a_token, max(_RUN * a_token, limits(family).scratch_bytes))
+            need = max(need, bound + 4 * ALIGNMENT)
+    return need
 
 
 def sparse_attention(
@@ -249,6 +183,7 @@ def sparse_attention(
     indices: torch.Tensor | None = None,
     max_n_vis: int | None = None,
     out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention output [T, H, 512] in q's dtype.
 
@@ -259,8 +194,9 @@ def sparse_attention(
 
     With `cmp_cache`: `indices` [T, K] int32 selects compressed rows (-1 is no row), or else rows 0..n_vis[t]-1
     (`n_vis` [T] int32) are all attended. At most `max_n_vis` of them are: pass the largest n_vis where the
-    host knows it, since scratch and loops follow this bound (default: what `cmp_table` can hold). Raises ValueError or
-    TypeError for arguments that do not fit together.
+    host knows it, since scratch and loops follow this bound (default: what `cmp_table` can hold). `workspace`:
+    `_workspace.py` and `sparse_attention_workspace`. Raises ValueError or TypeError for arguments that do not fit
+    together.
     """
     check_tensor(OP, "q", q, (None, None, HEAD_DIM), FLOATS)
     count, heads, _ = q.shape
@@ -299,12 +235,23 @@ def sparse_attention(
     if indices is None and dense == 0:
         cmp_cache = cmp_table = n_vis = None
     check_filled(OP, cmp_cache=cmp_cache, cmp_table=cmp_table)
-    tokens = _Tokens(q, token_req, positions, n_vis, indices, out, sink, scale, window)
-    page = window_cache.shape[1]
-    by_pages = _is_tile(page) and _page_tiles(window, page) <= MAX_TILES and indices is None
-    by_pages &= not is_record(window_cache)
-    if cmp_cache is not None:
-        by_pages &= _is_tile(cmp_cache.shape[1])
-    route = _by_pages if by_pages else _by_rows
-    route(tokens, window_cache, window_table, cmp_cache, cmp_table, dense, family_of(device.type))
+    call = Call(
+        heads, window, window_cache.shape[1], 1 if cmp_cache is None else cmp_cache.shape[1],
+        0 if indices is None else indices.shape[1], dense, is_record(window_cache),
+    )  # fmt: skip
+    family = family_of(device.type)
+    chosen = plan(family, call)
+    tokens = _Tokens(
+        q, window_cache, window_table, token_req, positions, cmp_cache, cmp_table, n_vis, indices, sink, out, scale,
+        call, family,
+    )  # fmt: skip
+    if not chosen.gathered and not chosen.slots:
+        tokens.run(chosen, [], [])
+        return out
+    length = _run_length(chosen, count, heads, q.dtype, family)
+    gathered, partial = _scratch(chosen, length, heads, q.dtype)
+    pieces = carve(OP, workspace, device, gathered + partial)
+    for run in tokens.runs(length):
+        short = [piece[: len(run.q)] for piece in pieces]
+        run.run(chosen, short[: len(gathered)], short[len(gathered) :])
     return out

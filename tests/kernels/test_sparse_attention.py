@@ -8,7 +8,8 @@ import math
 import pytest
 import torch
 
-from dsv4_triton.kernels import sparse_attention as kernels
+from dsv4_triton.device import A2, Family, acting_as
+from dsv4_triton.kernels import _attend_plan
 from dsv4_triton.kernels.sparse_attention import sparse_attention
 from dsv4_triton.reference.sparse_attention import sparse_attention as reference
 from tests.kernels.attention_cases import DIM, EDGES, MIXED, SCALE, Case, build, paged
@@ -112,24 +113,36 @@ def test_a_token_does_not_depend_on_the_batch(case):
         assert_equal(sparse_attention(*part.args(), scale=SCALE, **part.compressed), together[chosen], f"{chosen}")
 
 
-@pytest.mark.parametrize("compressed, page", [("selected", 64), ("dense", 2), ("dense", 64)])
+@pytest.mark.parametrize("compressed, page", [("selected", 64), ("dense", 2)])
 def test_runs_of_tokens_change_nothing(monkeypatch, compressed, page):
     """Scratch for 16 tokens at a time, against all at once."""
     inputs = build(Case((tuple(range(250, 270)), (3,), (-1, 128)), compressed=compressed, ratio=16, cmp_page=page))
-    expected = sparse_attention(*inputs.args(), scale=SCALE, **inputs.compressed)
-    host = dataclasses.replace(kernels.LIMITS["host"], scratch_bytes=1)
-    monkeypatch.setitem(kernels.LIMITS, "host", host)
-    assert_equal(sparse_attention(*inputs.args(), scale=SCALE, **inputs.compressed), expected)
+    with acting_as(A2):
+        expected = sparse_attention(*inputs.args(), scale=SCALE, **inputs.compressed)
+        monkeypatch.setattr(_attend_plan, "LIMITS", {"a2": dataclasses.replace(_attend_plan.Limits(), scratch_bytes=1)})
+        _attend_plan.plan.cache_clear()
+        assert_equal(sparse_attention(*inputs.args(), scale=SCALE, **inputs.compressed), expected)
 
 
 @pytest.mark.parametrize("case", [
+    Case((EDGES,)),
+    Case((EDGES,), page=128, dtype=BF16),
+    Case((EDGES,), compressed="dense", gap=64),
+    Case((EDGES,), compressed="dense", ratio=128, cmp_page=2),
+    Case(MIXED, compressed="dense", ratio=128, cmp_page=16, page=128, dtype=BF16, heads=10),
+    Case(MIXED, compressed="holes", heads=6, page=128),
+    Case(MIXED, compressed="selected", sink=-math.inf),
+    Case((EDGES,), window=17, compressed="selected", page=16),
     Case(((200, 9),), heads=64, compressed="holes", dtype=BF16),
     Case(((700, 5),), heads=16, compressed="dense", ratio=1, cmp_page=2, dtype=BF16),
+    Case(((700, 5),), compressed="dense", ratio=1, cmp_page=32, page=32),
+    Case(((2700, 30),), compressed="dense"),
 ], ids=str)  # fmt: skip
-def test_tiles_of_the_accelerators(monkeypatch, case):
-    """Several tiles per chunk and products in slices, as on A2, run here too."""
-    monkeypatch.setattr(kernels, "LIMITS", {})
-    check(case)
+@pytest.mark.parametrize("family", [A2], ids=lambda family: family.name)
+def test_variants_of_the_accelerators(family: Family, case):
+    """Pages as tiles, gathered rows, products in slices and partial results run here too."""
+    with acting_as(family):
+        check(case)
 
 
 def one_key(cmp_rows: int, sink: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
