@@ -41,9 +41,9 @@ class RegistryError(ValueError):
 
 @cache
 def _entries() -> dict[str, Entry]:
-    from dsv4_triton.bench.registry import mhc
+    from dsv4_triton.bench.registry import attention, compressor, indexer, metadata, mhc, moe
 
-    entries = [entry for group in (mhc,) for entry in group.ENTRIES]
+    entries = [entry for group in (mhc, attention, compressor, indexer, moe, metadata) for entry in group.ENTRIES]
     return {entry.op: entry for entry in sorted(entries, key=lambda entry: entry.op)}
 
 

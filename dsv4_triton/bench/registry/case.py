@@ -5,19 +5,35 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 
+from dsv4_triton.backend.geometry import Layout, layout
 from dsv4_triton.bench.registry.compare import Tolerance, compare
 from dsv4_triton.bench.registry.make import Maker
 from dsv4_triton.bench.registry.models import Model
 from dsv4_triton.bench.registry.steps import Step
-from dsv4_triton.config import ModelSettings
+from dsv4_triton.config import BLOCK_SIZES, Choices, Geometry, ModelSettings
 from dsv4_triton.device import Family
 
 EAGER = "eager"
 """The baseline every case has: its reference in plain PyTorch."""
+
+
+class Shape(NamedTuple):
+    """A step, and where an op has several the kind of layer or of call; `geometry` is that of the caches."""
+
+    step: Step
+    variant: str = ""
+    geometry: Geometry = "fine"
+
+
+def of_each_geometry(shapes: list[Shape]) -> list[Shape]:
+    """`shapes`, and those with 16 requests and the demo's with the caches of geometry `vllm-ascend` too."""
+    again = [shape for shape in shapes if "/b16" in shape.step.name or (shape.step.tokens < 64 and shape.step.padding)]
+    return [*shapes, *(shape._replace(geometry="vllm-ascend") for shape in again)]
 
 
 @dataclass(frozen=True)
@@ -25,13 +41,33 @@ class Job:
     """What the builder and the formulas of an entry read."""
 
     model: ModelSettings
-    step: Step
-    variant: str
+    shape: Shape
     family: Family
+
+    @property
+    def step(self) -> Step:
+        return self.shape.step
+
+    @property
+    def variant(self) -> str:
+        return self.shape.variant
 
     @property
     def tokens(self) -> int:
         return self.step.tokens
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The pages of all caches in the family's formats."""
+        family, geometry = self.family, self.shape.geometry
+        choices = Choices(
+            family=family,
+            kv_fake_quant=False,
+            index_format=family.index_format,
+            geometry=geometry,
+            block_size=BLOCK_SIZES[geometry][0],
+        )
+        return layout(choices, self.model.ratios, family.row_format, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -54,8 +90,9 @@ class Inputs:
     written: tuple[str, ...] = ()
 
     def copy(self) -> Inputs:
-        """The same arguments, with tensors of their own where the op writes."""
-        return Inputs(self.arguments | {name: _clone(self.arguments[name]) for name in self.written}, self.written)
+        """The same arguments, with tensors of their own where the op writes; what was one tensor stays one."""
+        own = {id(self.arguments[name]): _clone(self.arguments[name]) for name in self.written}
+        return Inputs({name: own.get(id(value), value) for name, value in self.arguments.items()}, self.written)
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -79,23 +116,23 @@ def outcome(inputs: Inputs, returned: Any) -> dict[str, torch.Tensor]:
 class Entry:
     """One op of the registry.
 
-    `shapes` lists the (step, variant) pairs of a model; a variant is a kind of layer or of call, "" for the only one.
+    `shapes` lists what a model does with it.
     `build` makes the arguments, `minimum` is the formula of the least work. `outcome` prepares what is compared where
     the plain results cannot be (quantised values are compared after dequantisation). `baselines` are names of other
     implementations of the same job.
     """
 
     op: str
-    shapes: Callable[[Model], Iterable[tuple[Step, str]]]
+    shapes: Callable[[Model], Iterable[Shape]]
     build: Callable[[Job, Maker], dict[str, Any]]
     minimum: Callable[[Job], Minimum]
-    tolerance: Tolerance
+    tolerance: Tolerance | Callable[[Job], Tolerance]
     written: tuple[str, ...] = ()
     outcome: Callable[[Inputs, Any], dict[str, torch.Tensor]] = outcome
     baselines: tuple[str, ...] = ()
 
     def cases(self, models: Iterable[Model]) -> list[Case]:
-        return [Case(self, model, step, variant) for model in models for step, variant in self.shapes(model)]
+        return [Case(self, model, shape) for model in models for shape in self.shapes(model)]
 
 
 @dataclass(frozen=True)
@@ -104,8 +141,7 @@ class Case:
 
     entry: Entry = field(repr=False)
     of: Model = field(repr=False)
-    step: Step = field(repr=False)
-    variant: str = ""
+    shape: Shape
 
     @property
     def op(self) -> str:
@@ -116,6 +152,14 @@ class Case:
         return self.of.name
 
     @property
+    def step(self) -> Step:
+        return self.shape.step
+
+    @property
+    def variant(self) -> str:
+        return self.shape.variant
+
+    @property
     def phase(self) -> str:
         """What the step does: decode or prefill."""
         return self.step.name.split("/")[0]
@@ -123,18 +167,20 @@ class Case:
     @property
     def name(self) -> str:
         """Such as `flash/decode/b64/ctx32k`, or with a variant `pro/prefill/t4096/c4-dense`; one case of an op each."""
-        return "/".join((self.model, self.step.name, *([self.variant] if self.variant else [])))
+        geometry = "" if self.shape.geometry == "fine" else self.shape.geometry
+        return "/".join(part for part in (self.model, self.step.name, self.variant, geometry) if part)
 
     def __str__(self) -> str:
         return f"{self.op} {self.name}"
 
     def job(self, family: Family) -> Job:
-        return Job(self.of.settings, self.step, self.variant, family)
+        return Job(self.of.settings, self.shape, family)
 
     def build(self, family: Family, *, fill: bool = True, device: torch.device | str = "cpu", seed: int = 0) -> Inputs:
         """The arguments in the formats of `family`. Without `fill` large tensors are unwritten and cost nothing: good
         for recording launches, not for running them."""
-        return Inputs(self.entry.build(self.job(family), Maker(device, fill, seed)), self.entry.written)
+        arguments = self.entry.build(self.job(family), Maker(device, fill, seed))
+        return Inputs(arguments, tuple(name for name in self.entry.written if name in arguments))
 
     @property
     def launcher(self) -> Callable[..., Any]:
@@ -157,12 +203,13 @@ class Case:
     def baselines(self) -> tuple[str, ...]:
         return (EAGER, *self.entry.baselines)
 
-    @property
-    def tolerance(self) -> Tolerance:
-        return self.entry.tolerance
+    def tolerance(self, family: Family) -> Tolerance:
+        wanted = self.entry.tolerance
+        return wanted if isinstance(wanted, Tolerance) else wanted(self.job(family))
 
-    def check(self, inputs: Inputs) -> None:
-        """Run the launcher and the reference on copies of `inputs`; `MismatchError` says where they differ.
+    def check(self, inputs: Inputs, family: Family) -> None:
+        """Run the launcher and the reference on copies of `inputs`, which were built for `family`; `MismatchError` says
+        where they differ.
 
         Kernels run on the inputs' device; on the CPU that needs `compiler.host.installed()`.
         """
@@ -170,4 +217,4 @@ class Case:
         got = self.entry.outcome(mine, self.launcher(**mine.arguments))
         expected = self.entry.outcome(theirs, self.reference(**theirs.arguments))
         for name in expected:
-            compare(f"{self}: {name}", got[name], expected[name], self.tolerance)
+            compare(f"{self}: {name}", got[name], expected[name], self.tolerance(family))

@@ -11,6 +11,8 @@ import mmap
 
 import torch
 
+from dsv4_triton.backend.geometry import Pages
+
 POOL_BYTES = 1 << 30
 """Bound of a cache's pages; requests that need more share them, as a prefix cache would let them."""
 PAGE_GAP = 4096
@@ -67,14 +69,11 @@ class Maker:
         """0..n-1 in an order that depends on the case alone."""
         return torch.randperm(n, generator=self._control)
 
-    def uniform(self, *shape: int) -> torch.Tensor:
-        """Values in [0, 1) that depend on the case alone."""
-        return torch.rand(shape, generator=self._control)
-
-    def pages(self, blocks: int, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """Unwritten pages [blocks, rows, width], PAGE_GAP bytes apart."""
-        stride = rows * width + PAGE_GAP // dtype.itemsize
-        return reserve((blocks, stride), dtype, self.device)[:, : rows * width].unflatten(1, (rows, width))
+    def pages(self, blocks: int, pages: Pages) -> torch.Tensor:
+        """Unwritten pages [blocks, rows, width], with their padding and PAGE_GAP bytes between them."""
+        stride = (pages.page_bytes + PAGE_GAP) // pages.dtype.itemsize
+        memory = reserve((blocks, stride), pages.dtype, self.device)
+        return memory[:, : pages.rows * pages.width].unflatten(1, (pages.rows, pages.width))
 
     def fill_rows(self, pages: torch.Tensor, rows: torch.Tensor) -> None:
         """Write `rows` [n, ...] over and over to the rows of `pages` [blocks, rows per block, ...]."""

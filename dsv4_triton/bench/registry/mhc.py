@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from dsv4_triton.bench.registry.case import Entry, Job, Minimum
+from dsv4_triton.bench.registry.case import Entry, Job, Minimum, Shape
 from dsv4_triton.bench.registry.compare import BF16_ROUNDING, Tolerance
 from dsv4_triton.bench.registry.make import Maker
 from dsv4_triton.bench.registry.models import Model
-from dsv4_triton.bench.registry.steps import Step, by_tokens
+from dsv4_triton.bench.registry.steps import by_tokens
 
 FP32, BF16 = torch.float32, torch.bfloat16
 MIXES = 24
@@ -21,8 +21,8 @@ _COLLAPSE = Tolerance(
 )
 
 
-def _shapes(model: Model) -> list[tuple[Step, str]]:
-    return [(step, "") for step in by_tokens(model)]
+def _shapes(model: Model) -> list[Shape]:
+    return [Shape(step) for step in by_tokens(model)]
 
 
 def _mixing(job: Job, make: Maker, rows: int, scales: int) -> dict[str, Any]:

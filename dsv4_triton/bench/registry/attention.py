@@ -1,0 +1,296 @@
+"""Cases of rotary embedding, window cache, sparse attention and output projection. A head has 512 features.
+
+Variants of attention are the kinds of layers: `window` alone; `c4` with the indexer's selection; `c4-dense` while all
+visible entries are selected; `c128`, which attends all its entries.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from dsv4_triton.bench.registry import caches
+from dsv4_triton.bench.registry.case import Entry, Inputs, Job, Minimum, Shape, of_each_geometry
+from dsv4_triton.bench.registry.compare import BF16_ROUNDING, Tolerance
+from dsv4_triton.bench.registry.make import Maker
+from dsv4_triton.bench.registry.models import Model
+from dsv4_triton.bench.registry.steps import KI, by_context, by_tokens, decode
+from dsv4_triton.config import HEAD_DIM, ROPE_DIM, WINDOW
+from dsv4_triton.device import RowFormat
+
+BF16, FP32 = torch.bfloat16, torch.float32
+ANGLES = ROPE_DIM * 4
+"""Bytes of a row of the rotary table."""
+GATHER_BLOCK = 32
+_ROUNDED_TWICE = Tolerance(2**-6, 2**-9, "512 squares in another order may move a value across two roundings to bf16")
+_ONE_E4M3_STEP = Tolerance(0.13, 2**-6, "where a rounding to bf16 goes the other way, e4m3 may too: one step of it")
+_ATTENTION = Tolerance(2**-7, 2**-7, "one step of bf16, and P in bf16: 2^-9 of a convex combination of rows of size 4")
+
+
+def _tokens(model: Model) -> list[Shape]:
+    return [Shape(step) for step in by_tokens(model)]
+
+
+def _heads(job: Job) -> int:
+    """Bytes of the heads of all tokens."""
+    return job.tokens * job.model.heads * HEAD_DIM * 2
+
+
+def _positions(job: Job, make: Maker) -> dict[str, Any]:
+    return {"positions": make.to(job.step.positions()), "cos_sin": caches.cos_sin(job, make)}
+
+
+def _rope_shapes(model: Model) -> list[Shape]:
+    return [Shape(step, variant) for step in by_tokens(model) for variant in ("inverse", "interleaved")]
+
+
+def _build_rope(job: Job, make: Maker) -> dict[str, Any]:
+    """`inverse` is the attention output's rotation, in place; `interleaved` is out of place."""
+    x = make.data(job.tokens, job.model.heads, HEAD_DIM)
+    if job.variant == "interleaved":
+        return {"x": x, **_positions(job, make), "interleaved": True}
+    return {"x": x, **_positions(job, make), "inverse": True, "out": x}
+
+
+def _minimum_rope(job: Job) -> Minimum:
+    """The rotated features in and out, and out of place the others too."""
+    features = ROPE_DIM if job.variant == "inverse" else HEAD_DIM
+    return Minimum(2 * _heads(job) * features // HEAD_DIM + job.tokens * ANGLES)
+
+
+def _build_q(job: Job, make: Maker) -> dict[str, Any]:
+    q = make.data(job.tokens, job.model.heads, HEAD_DIM)
+    return {"q": q, **_positions(job, make), "eps": job.model.rms_eps, "out": q}
+
+
+def _minimum_q(job: Job) -> Minimum:
+    """All features in and out."""
+    return Minimum(2 * _heads(job) + job.tokens * ANGLES)
+
+
+def _kv_shapes(model: Model) -> list[Shape]:
+    variants = ("", "fake-quant")
+    return of_each_geometry([Shape(step, variant) for step in by_context(model, 32 * KI) for variant in variants])
+
+
+def _build_kv(job: Job, make: Maker) -> dict[str, Any]:
+    cache, where = caches.kv_rows(job, make, job.layout.window)
+    return {
+        "kv": make.data(job.tokens, HEAD_DIM),
+        "weight": make.data(HEAD_DIM, mean=1.0, std=0.2),
+        **_positions(job, make),
+        "cache": cache,
+        "slots": where.slots,
+        "eps": job.model.rms_eps,
+        "fake_quant": job.variant == "fake-quant",
+    }
+
+
+def insert_tolerance(job: Job) -> Tolerance:
+    """For rows in a cache: whether they pass through e4m3."""
+    coarse = job.variant.endswith("fake-quant") or job.family.row_format is RowFormat.RECORD
+    return _ONE_E4M3_STEP if coarse else _ROUNDED_TWICE
+
+
+def inserted(inputs: Inputs, returned: Any) -> dict[str, torch.Tensor]:
+    return caches.written_rows(inputs.arguments["cache"], inputs.arguments["slots"])
+
+
+def _minimum_kv(job: Job) -> Minimum:
+    """A raw row in, a stored row out, an angle a token, the weight once."""
+    return Minimum(job.tokens * (HEAD_DIM * 2 + job.layout.window.row_bytes + ANGLES + 8) + HEAD_DIM * 2)
+
+
+def _attention_shapes(model: Model) -> list[Shape]:
+    if model.demo:
+        kinds = ("window", "c4", "c4-dense", "c128")
+        return of_each_geometry([Shape(step, kind) for step in by_tokens(model) for kind in kinds])
+    selected = by_context(model, 32 * KI, 1024 * KI, chunk=True)
+    everything = 4 * model.settings.index_topk
+    dense = (*(decode(b, everything) for b in (1, 16, 64)), by_tokens(model)[-1])
+    return of_each_geometry(
+        [
+            *(Shape(step, "window") for step in by_context(model, 32 * KI)),
+            *(Shape(step, "c4") for step in selected),
+            *(Shape(step, "c4-dense") for step in dense),
+            *(Shape(step, "c128") for step in selected),
+        ]
+    )
+
+
+def ratio_of(variant: str) -> int:
+    """The compression ratio of the layers a variant stands for; 0 for window-only ones."""
+    return {"c4": 4, "c4-dense": 4, "c128": 128}.get(variant, 0)
+
+
+@lru_cache(maxsize=4)
+def selection(step: Step, k: int) -> torch.Tensor:
+    """[T, k] int32: for each token k of its visible c4 entries, spread over all of them and in ascending order, or
+    all of them, followed by -1. Depends on the case alone."""
+    visible = step.visible(4).long()[:, None]
+    rank = torch.arange(k)
+    start, end = rank * visible // k, (rank + 1) * visible // k
+    random = torch.rand(step.tokens, k, generator=torch.Generator().manual_seed(0))
+    spread = start + (random * (end - start)).long()
+    every = torch.where(rank < visible, rank, -1)
+    return torch.where(visible >= k, spread, every).to(torch.int32)
+
+
+def _compressed(job: Job, make: Maker) -> dict[str, Any]:
+    ratio = ratio_of(job.variant)
+    if not ratio:
+        return {}
+    cache, where = caches.kv_rows(job, make, job.layout.compressed[ratio])
+    chosen: dict[str, Any] = {"cmp_cache": cache, "cmp_table": where.table}
+    if job.variant == "c4":
+        return chosen | {"indices": make.to(selection(job.step, job.model.index_topk))}
+    return chosen | {"n_vis": make.to(job.step.visible(ratio))}
+
+
+def _sources(job: Job, make: Maker) -> dict[str, Any]:
+    window_cache, where = caches.kv_rows(job, make, job.layout.window)
+    return {
+        "window_cache": window_cache,
+        "window_table": where.table,
+        "token_req": make.to(job.step.token_req()),
+        "positions": make.to(job.step.positions()),
+        "window": WINDOW,
+        **_compressed(job, make),
+    }
+
+
+def _build_attention(job: Job, make: Maker) -> dict[str, Any]:
+    arguments = {
+        "q": make.data(job.tokens, job.model.heads, HEAD_DIM, std=2.0),
+        "sink": make.data(job.model.heads, dtype=FP32),
+        "scale": HEAD_DIM**-0.5,
+        **_sources(job, make),
+    }
+    if "n_vis" in arguments:
+        arguments["max_n_vis"] = job.step.longest // ratio_of(job.variant)
+    return arguments
+
+
+def _attended(job: Job) -> tuple[int, int]:
+    """(distinct rows that are read, rows summed over tokens) of a step."""
+    step, ratio = job.step, ratio_of(job.variant)
+    window = (step.positions() + 1).clamp(0, WINDOW)
+    distinct = sum(new + min(before, WINDOW - 1) for before, new in step.requests)
+    summed = int(window.sum())
+    if job.variant == "c4":
+        chosen = selection(step, job.model.index_topk)
+        summed += int((chosen >= 0).sum())
+        for request, (before, new) in enumerate(step.requests):
+            seen = torch.zeros((before + new) // 4 + 1, dtype=torch.bool)
+            seen[chosen[step.token_req() == request].long()] = True
+            distinct += int(seen[:-1].sum())
+    elif ratio:
+        summed += int(step.visible(ratio).sum())
+        distinct += step.entries(ratio)
+    return distinct, summed
+
+
+def _minimum_attention(job: Job) -> Minimum:
+    """Queries in, outputs out, every row that some token attends once; two products of 512 for a head and row."""
+    distinct, summed = _attended(job)
+    indices = job.tokens * job.model.index_topk * 4 if job.variant == "c4" else 0
+    return Minimum(
+        2 * _heads(job) + distinct * job.layout.window.row_bytes + indices,
+        2 * HEAD_DIM * job.model.heads * summed,
+        BF16,
+    )
+
+
+def _gather_shapes(model: Model) -> list[Shape]:
+    """Where attention gathers: selected rows on every family, dense c128 rows (two rows a page) too."""
+    if model.demo:
+        return [Shape(step, kind) for step in by_tokens(model) for kind in ("window", "c4", "c128")]
+    steps = by_context(model, 32 * KI, 1024 * KI)[:-1]
+    return [*(Shape(s, "c4") for s in steps), *(Shape(s, "c128") for s in steps if s.name.endswith("32k"))]
+
+
+def _build_gather(job: Job, make: Maker) -> dict[str, Any]:
+    arguments = _sources(job, make)
+    columns = WINDOW
+    if "indices" in arguments:
+        columns += arguments["indices"].shape[1]
+    elif "n_vis" in arguments:
+        columns += job.step.longest // ratio_of(job.variant)
+    return {**arguments, "columns": -(-columns // GATHER_BLOCK) * GATHER_BLOCK, "dtype": BF16}
+
+
+def _gathered(inputs: Inputs, returned: Any) -> dict[str, torch.Tensor]:
+    """Rows that exist; the others, and their bias below -1e29, may hold anything that is large and negative."""
+    rows, bias = returned
+    live = (bias > -1e29) & (inputs.arguments["positions"] >= 0)[:, None]
+    if "n_vis" in inputs.arguments:
+        column = torch.arange(bias.shape[1], device=bias.device)
+        live &= (column < WINDOW) | (column < WINDOW + inputs.arguments["n_vis"][:, None])
+    return {"rows": torch.where(live[..., None], rows, 0.0), "bias": torch.where(live, bias, -1e30)}
+
+
+def _minimum_gather(job: Job) -> Minimum:
+    """Rows in as they are stored, out as bf16, with a mask value each."""
+    _, summed = _attended(job)
+    return Minimum(summed * (job.layout.window.row_bytes + HEAD_DIM * 2 + 4))
+
+
+def _build_o(job: Job, make: Maker) -> dict[str, Any]:
+    m = job.model
+    width = m.heads // m.o_groups * HEAD_DIM
+    return {
+        "o": make.data(job.tokens, m.heads, HEAD_DIM),
+        "wo_a": make.data(m.o_groups, m.o_lora, width, std=width**-0.5),
+        **_positions(job, make),
+    }
+
+
+def _projected(inputs: Inputs, returned: Any) -> dict[str, torch.Tensor]:
+    """The result alone: what becomes of o, which is scratch, is the op's own affair."""
+    return {"z": returned}
+
+
+def _minimum_o(job: Job) -> Minimum:
+    """Heads in, weights once, the low-rank result out."""
+    m = job.model
+    weights = m.o_groups * m.o_lora * (m.heads // m.o_groups * HEAD_DIM)
+    size = _heads(job) + weights * 2 + job.tokens * (m.o_groups * m.o_lora * 2 + ANGLES)
+    return Minimum(size, job.tokens * weights, BF16)
+
+
+ENTRIES = (
+    Entry(
+        "rope", _rope_shapes, _build_rope, _minimum_rope, BF16_ROUNDING, written=("out",), baselines=("npu_rotary_mul",)
+    ),
+    Entry("q_norm_rope", _tokens, _build_q, _minimum_q, BF16_ROUNDING, written=("out",)),
+    Entry(
+        "kv_norm_rope_insert",
+        _kv_shapes,
+        _build_kv,
+        _minimum_kv,
+        insert_tolerance,
+        written=("cache",),
+        outcome=inserted,
+    ),
+    Entry(
+        "sparse_attention",
+        _attention_shapes,
+        _build_attention,
+        _minimum_attention,
+        _ATTENTION,
+        baselines=("npu_sparse_attn_sharedkv",),
+    ),
+    Entry("gather_rows", _gather_shapes, _build_gather, _minimum_gather, BF16_ROUNDING, outcome=_gathered),
+    Entry(
+        "o_proj",
+        _tokens,
+        _build_o,
+        _minimum_o,
+        Tolerance(2**-7, 2e-3, "fp32 sums of 4,096 terms in another order, one rounding of o and one of z to bf16"),
+        written=("o",),
+        outcome=_projected,
+        baselines=("npu_transpose_batchmatmul",),
+    ),
+)

@@ -1,0 +1,158 @@
+"""Cases of the indexer, in the family's format of index keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dsv4_triton.bench.registry import caches
+from dsv4_triton.bench.registry.attention import ANGLES
+from dsv4_triton.bench.registry.case import Entry, Inputs, Job, Minimum, Shape, of_each_geometry
+from dsv4_triton.bench.registry.compare import EXACT, Tolerance
+from dsv4_triton.bench.registry.make import Maker
+from dsv4_triton.bench.registry.models import Model
+from dsv4_triton.bench.registry.steps import KI, by_context, by_tokens
+from dsv4_triton.config import INDEX_DIM
+from dsv4_triton.hadamard import sylvester
+from dsv4_triton.reference.index_quant import quantise_rows
+
+BF16, FP32 = torch.bfloat16, torch.float32
+_ONE_STEP = Tolerance(
+    2**-3, 0.05, "sums of 128 terms in another order: where they straddle a tie, one step of e4m3 or of amax / 127"
+)
+_SCORES = Tolerance(1e-5, 2e-4, "fp32 sums over the heads in another order, whose terms cancel")
+
+
+def _tokens(model: Model) -> list[Shape]:
+    return [Shape(step) for step in by_tokens(model)]
+
+
+def _insert_shapes(model: Model) -> list[Shape]:
+    return of_each_geometry([Shape(step) for step in by_context(model, 32 * KI)])
+
+
+def _topk_shapes(model: Model) -> list[Shape]:
+    return [Shape(step) for step in by_context(model, 32 * KI, 1024 * KI, chunk=True)]
+
+
+def _score_shapes(model: Model) -> list[Shape]:
+    return of_each_geometry(_topk_shapes(model))
+
+
+def _queries(job: Job) -> int:
+    return job.tokens * job.model.index_heads
+
+
+def _build_quant(job: Job, make: Maker) -> dict[str, Any]:
+    return {
+        "q": make.data(job.tokens, job.model.index_heads, INDEX_DIM),
+        "positions": make.to(job.step.positions()),
+        "cos_sin": caches.cos_sin(job, make, compressed=True),
+        "hadamard": make.to(sylvester(INDEX_DIM, dtype=BF16)),
+        "dtype": caches.index_dtype(job.family),
+    }
+
+
+def _dequantised(inputs: Inputs, returned: Any) -> dict[str, torch.Tensor]:
+    values, scale = returned
+    return {"queries": values.float() if scale is None else values.float() * scale.float()[..., None]}
+
+
+def _minimum_quant(job: Job) -> Minimum:
+    """bf16 queries in, stored ones out; the rotation as a product with the Hadamard matrix."""
+    size = INDEX_DIM * 2 + job.layout.index_keys.row_bytes
+    return Minimum(_queries(job) * size + job.tokens * ANGLES, _queries(job) * INDEX_DIM * INDEX_DIM, BF16)
+
+
+def _build_insert(job: Job, make: Maker) -> dict[str, Any]:
+    keys, scales, where = caches.index_keys(job, make)
+    return {
+        "e": make.data(job.tokens, INDEX_DIM),
+        "hadamard": make.to(sylvester(INDEX_DIM, dtype=BF16)),
+        "key_cache": keys,
+        "scale_cache": scales,
+        "slots": where.slots,
+    }
+
+
+def _stored(inputs: Inputs, returned: Any) -> dict[str, torch.Tensor]:
+    keys, scales, slots = (inputs.arguments[name] for name in ("key_cache", "scale_cache", "slots"))
+    after = caches.written_rows(keys, slots)
+    rows = after["written rows"].float()
+    if scales is not None:
+        scale_after = caches.written_rows(scales[..., None], slots)
+        rows = rows * scale_after["written rows"].float()
+        after["other scales"] = scale_after["other rows"]
+    return after | {"written rows": rows}
+
+
+def _minimum_insert(job: Job) -> Minimum:
+    """Only rows that close an entry are read and written."""
+    rows = job.step.closing(4)
+    size = rows * (INDEX_DIM * 2 + job.layout.index_keys.row_bytes) + job.tokens * 4 + INDEX_DIM * INDEX_DIM * 2
+    return Minimum(size, rows * INDEX_DIM * INDEX_DIM, BF16)
+
+
+def _build_score(job: Job, make: Maker) -> dict[str, Any]:
+    keys, scales, where = caches.index_keys(job, make)
+    heads = job.model.index_heads
+    q = make.data(job.tokens, heads, INDEX_DIM, dtype=FP32 if make.fill else keys.dtype)
+    q_scale = None
+    if make.fill:
+        q, q_scale = quantise_rows(q, keys.dtype)
+    elif scales is not None:
+        q_scale = make.data(job.tokens, heads, dtype=scales.dtype)
+    return {
+        "q": q,
+        "q_scale": q_scale,
+        "weights": make.data(job.tokens, heads, dtype=FP32, std=(INDEX_DIM * heads) ** -0.5),
+        "key_cache": keys,
+        "scale_cache": scales,
+        "block_table": where.table,
+        "token_req": make.to(job.step.token_req()),
+        "n_vis": make.to(job.step.visible(4)),
+        "max_entries": job.step.longest // 4,
+    }
+
+
+def _minimum_score(job: Job) -> Minimum:
+    """Queries and every key that some token sees in, a row of scores out for each token."""
+    step, row = job.step, job.layout.index_keys.row_bytes
+    size = _queries(job) * (row + 4) + step.entries(4) * row + job.tokens * (step.longest // 4) * 4
+    return Minimum(size, int(step.visible(4).sum()) * job.model.index_heads * INDEX_DIM, caches.index_dtype(job.family))
+
+
+def _build_topk(job: Job, make: Maker) -> dict[str, Any]:
+    return {
+        "scores": make.data(job.tokens, job.step.longest // 4, dtype=FP32),
+        "n_vis": make.to(job.step.visible(4)),
+        "k": job.model.index_topk,
+    }
+
+
+def _minimum_topk(job: Job) -> Minimum:
+    return Minimum((int(job.step.visible(4).sum()) + job.tokens * job.model.index_topk) * 4)
+
+
+ENTRIES = (
+    Entry("indexer_quant_q", _tokens, _build_quant, _minimum_quant, _ONE_STEP, outcome=_dequantised),
+    Entry(
+        "indexer_insert_k",
+        _insert_shapes,
+        _build_insert,
+        _minimum_insert,
+        _ONE_STEP,
+        written=("key_cache", "scale_cache"),
+        outcome=_stored,
+    ),
+    Entry(
+        "indexer_score",
+        _score_shapes,
+        _build_score,
+        _minimum_score,
+        _SCORES,
+        baselines=("npu_vllm_quant_lightning_indexer",),
+    ),
+    Entry("indexer_topk", _topk_shapes, _build_topk, _minimum_topk, EXACT, baselines=("torch.topk",)),
+)
