@@ -24,7 +24,7 @@ ALLOWED = {
     "kernels": BASE | {"compiler", "kernels"},
     "backend": BASE | {"compiler", "kernels", "backend"},
     "model": BASE | {"hadamard", "compiler", "kernels", "backend", "model"},
-    "bench": BASE | {"compiler", "kernels", "reference", "backend", "model", "demo", "bench"},
+    "bench": BASE | {"hadamard", "compiler", "kernels", "reference", "backend", "model", "demo", "bench"},
     "demo": {"demo"},
     "doctor": {"device"},
     "cli": {"doctor", "demo", "compiler", "kernels", "bench", *BASE},

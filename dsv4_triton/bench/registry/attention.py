@@ -16,7 +16,7 @@ from dsv4_triton.bench.registry.case import Entry, Inputs, Job, Minimum, Shape, 
 from dsv4_triton.bench.registry.compare import BF16_ROUNDING, Tolerance
 from dsv4_triton.bench.registry.make import Maker
 from dsv4_triton.bench.registry.models import Model
-from dsv4_triton.bench.registry.steps import KI, by_context, by_tokens, decode
+from dsv4_triton.bench.registry.steps import KI, Step, by_context, by_tokens, decode
 from dsv4_triton.config import HEAD_DIM, ROPE_DIM, WINDOW
 from dsv4_triton.device import RowFormat
 
