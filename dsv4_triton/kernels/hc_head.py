@@ -11,12 +11,24 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4_triton.device import family_of
+from dsv4_triton.device import Family, family_of
 from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor, output
-from dsv4_triton.kernels._hc import LANES, collapse_token, gate, inverse_rms, mix, tokens_per_program
+from dsv4_triton.kernels._hc import (
+    LANES,
+    collapse_token,
+    inverse_rms,
+    mix,
+    mix_workspace,
+    mixes,
+    parts_of,
+    tokens_per_program,
+)
+
+OP = "hc_head"
+_ROWS = 4
 
 
-@triton.jit(do_not_specialize=["T", "TP", "BT", "slices", "tokens"])
+@triton.jit(do_not_specialize=["T", "TP", "BT", "partials", "slices", "tokens"])
 def _hc_head_finish_kernel(
     x_ptr,
     part_ptr,
@@ -28,24 +40,30 @@ def _hc_head_finish_kernel(
     T,
     TP,
     BT,
+    partials,
     slices,
     tokens,
     norm_eps,
     hc_eps,
     D: tl.constexpr,
     BD: tl.constexpr,
-    P: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    four = tl.arange(0, 4)
+    base = tl.load(base_ptr + tl.arange(0, 4))[:, None]
     lane = tl.arange(0, LANES)
     for item in range(tl.program_id(0), tl.cdiv(T, tokens), tl.num_programs(0)):
         first = item * tokens // LANES * LANES
-        rms = inverse_rms(gram_ptr, first, slices, TP, BT, norm_eps, 4 * D, LANES)
-        pre = gate(part_ptr, base_ptr, tl.load(scale_ptr), rms, four, first, slices, TP, 4, P, LANES) + hc_eps
+        rms = inverse_rms(gram_ptr, first, slices, TP, BT, norm_eps, 4 * D, LANES, True)
+        mix = mixes(part_ptr, first, partials, TP, 4, LANES) * rms[None, :]
+        pre = tl.sigmoid(mix * tl.load(scale_ptr) + base) + hc_eps
         for t in range(item * tokens, tl.minimum(item * tokens + tokens, T)):
             here = (lane == t - first)[None, :]
-            collapse_token(x_ptr, norm_ptr, out_ptr, t, pre, here, norm_eps, D, BD)
+            collapse_token(x_ptr, norm_ptr, out_ptr, None, t, pre, here, norm_eps, D, BD)
+
+
+def hc_head_workspace(tokens: int, dtype: torch.dtype, family: Family) -> int:
+    """Bytes of scratch that `hc_head` takes at most for up to `tokens` tokens of `dtype`."""
+    return mix_workspace(tokens, _ROWS * parts_of(dtype), family)
 
 
 def hc_head(
@@ -58,26 +76,28 @@ def hc_head(
     hc_eps: float,
     norm_weight: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The collapsed stream [T, D] in x's dtype of the streams `x [T, 4, D]`.
 
     `fn_parts [P, 4, 4D]` comes from `hc_pre.split_fn` for x's dtype; scale [1] and base [4] are fp32; `norm_weight
-    [D]` (bf16 or fp32) fuses the final RMS norm with `norm_eps`. D is a multiple of 16.
+    [D]` (bf16 or fp32) fuses the final RMS norm with `norm_eps`. D is a multiple of 16. `workspace`:
+    `hc_head_workspace` bytes, uint8.
     """
-    check_tensor("hc_head", "x", x, (None, 4, None), FLOATS)
+    check_tensor(OP, "x", x, (None, 4, None), FLOATS)
     T, _, D = x.shape
-    check_tensor("hc_head", "fn_parts", fn_parts, (None, 4, 4 * D), x.dtype, device=x.device)
-    check_tensor("hc_head", "scale", scale, (1,), torch.float32, device=x.device)
-    check_tensor("hc_head", "base", base, (4,), torch.float32, device=x.device)
+    check_tensor(OP, "fn_parts", fn_parts, (None, _ROWS, 4 * D), x.dtype, device=x.device)
+    check_tensor(OP, "scale", scale, (1,), torch.float32, device=x.device)
+    check_tensor(OP, "base", base, (_ROWS,), torch.float32, device=x.device)
     if norm_weight is not None:
-        check_tensor("hc_head", "norm_weight", norm_weight, (D,), FLOATS, device=x.device)
+        check_tensor(OP, "norm_weight", norm_weight, (D,), FLOATS, device=x.device)
     if D % 16:
-        raise ValueError(f"hc_head: D is {D}, expected a multiple of 16")
-    out = output("hc_head", "out", out, (T, D), x.dtype, x.device)
+        raise ValueError(f"{OP}: D is {D}, expected a multiple of 16")
+    out = output(OP, "out", out, (T, D), x.dtype, x.device)
     if T == 0:
         return out
-    check_filled("hc_head", fn_parts=fn_parts)
-    part, gram = mix(x, fn_parts)
+    check_filled(OP, fn_parts=fn_parts)
+    part, gram = mix(OP, x, fn_parts, workspace)
     cores = family_of(x.device.type).vector_cores
     tokens = tokens_per_program(T, cores)
     grid = (min(triton.cdiv(T, tokens), cores),)
@@ -93,12 +113,12 @@ def hc_head(
         part.shape[2],
         gram.shape[2],
         part.shape[0],
+        gram.shape[0],
         tokens,
         norm_eps,
         hc_eps,
         D=D,
         BD=D,
-        P=fn_parts.shape[0],
         LANES=LANES,
     )
     return out

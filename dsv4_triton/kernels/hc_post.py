@@ -18,6 +18,17 @@ from dsv4_triton.kernels._checks import FLOATS, check_tensor, output
 _MAX_BLOCK = 3584
 
 
+@triton.jit
+def new_stream(post_ptr, comb_ptr, t, k: tl.constexpr, y, x0, x1, x2, x3):
+    """Stream k of token t in fp32, from fp32 rows of the sub-layer's output and of the four old streams."""
+    mixed = tl.load(post_ptr + t * 4 + k) * y
+    mixed += tl.load(comb_ptr + t * 16 + k) * x0
+    mixed += tl.load(comb_ptr + t * 16 + 4 + k) * x1
+    mixed += tl.load(comb_ptr + t * 16 + 8 + k) * x2
+    mixed += tl.load(comb_ptr + t * 16 + 12 + k) * x3
+    return mixed
+
+
 @triton.jit(do_not_specialize=["T"])
 def _hc_post_kernel(y_ptr, x_ptr, post_ptr, comb_ptr, out_ptr, T, D: tl.constexpr, BD: tl.constexpr):
     lane = tl.arange(0, BD)
@@ -32,11 +43,7 @@ def _hc_post_kernel(y_ptr, x_ptr, post_ptr, comb_ptr, out_ptr, T, D: tl.constexp
         x2 = tl.load(x_ptr + row * 4 + 2 * D + column).to(tl.float32)
         x3 = tl.load(x_ptr + row * 4 + 3 * D + column).to(tl.float32)
         for k in tl.static_range(4):
-            mixed = tl.load(post_ptr + t * 4 + k) * y
-            mixed += tl.load(comb_ptr + t * 16 + k) * x0
-            mixed += tl.load(comb_ptr + t * 16 + 4 + k) * x1
-            mixed += tl.load(comb_ptr + t * 16 + 8 + k) * x2
-            mixed += tl.load(comb_ptr + t * 16 + 12 + k) * x3
+            mixed = new_stream(post_ptr, comb_ptr, t, k, y, x0, x1, x2, x3)
             tl.store(out_ptr + row * 4 + k * D + column, mixed.to(out_ptr.dtype.element_ty))
 
 

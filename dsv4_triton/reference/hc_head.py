@@ -23,6 +23,7 @@ def hc_head(
     hc_eps: float,
     norm_weight: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The collapsed stream [T, D] in x's dtype, normed where a weight is given; see `dsv4_triton.kernels.hc_head`."""
     pre = torch.sigmoid(mixes(x, fn_parts, norm_eps) * scale[0] + base) + hc_eps

@@ -56,8 +56,10 @@ def hc_pre(
     sinkhorn_iters: int = 20,
     norm_weight: torch.Tensor | None = None,
     y: torch.Tensor | None = None,
+    wide: torch.Tensor | None = None,
     post: torch.Tensor | None = None,
     comb: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`(y [T, D] in x's dtype, post [T, 4] fp32, comb [T, 4, 4] fp32)`; see `dsv4_triton.kernels.hc_pre`."""
     m = mixes(x, fn_parts, norm_eps)
@@ -68,4 +70,7 @@ def hc_pre(
     for _ in range(sinkhorn_iters - 1):
         c = c / (c.sum(2, keepdim=True) + hc_eps)
         c = c / (c.sum(1, keepdim=True) + hc_eps)
-    return deliver(collapse(x, pre, norm_weight, norm_eps), y), deliver(result_post, post), deliver(c, comb)
+    result = collapse(x, pre, norm_weight, norm_eps)
+    if wide is not None:
+        wide.copy_(result)
+    return deliver(result, y), deliver(result_post, post), deliver(c, comb)

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from dsv4_triton.kernels.hc_pre import hc_pre, split_fn
+from dsv4_triton.compiler.launches import recording
+from dsv4_triton.device import A2, A5, HOST, acting_as
+from dsv4_triton.kernels.hc_pre import hc_pre, hc_pre_workspace, split_fn
 from dsv4_triton.reference import hc_pre as reference
 from tests.numeric import Guarded, assert_close, assert_equal
 
@@ -37,13 +39,31 @@ def test_equals_reference_and_keeps_to_its_memory(T, D, dtype, normed):
     options = EPS | {"norm_weight": torch.randn(D).to(dtype) if normed else None}
     outs = [Guarded((T, D), dtype), Guarded((T, 4), FP32), Guarded((T, 4, 4), FP32)]
     memory = dict(zip(("y", "post", "comb"), (o.out for o in outs)))
-    result = hc_pre(x, parts, scale, base, **options, **memory)
+    wide = Guarded((T, D), FP32)
+    result = hc_pre(x, parts, scale, base, **options, **memory, wide=wide.out)
     expected = reference.hc_pre(x, parts, scale, base, **options)
     for got, want, out, name in zip(result, expected, outs, memory):
         assert got.data_ptr() == out.out.data_ptr()
         # post and comb are fp32 for both dtypes; their logits carry the rounding of the product only
         assert_close(got, want, **(tolerance(dtype) if name == "y" else {"rtol": 3e-6, "atol": 3e-6}), what=name)
         out.assert_margins(name)
+    assert_equal(wide.out, result[0].float(), "wide")
+    wide.assert_margins("wide")
+
+
+@pytest.mark.parametrize("family", [HOST, A2, A5])
+def test_the_workspace_suffices_for_any_number_of_tokens(family):
+    workspace = torch.empty(hc_pre_workspace(3000, BF16, family), dtype=torch.uint8)
+    for T in (1, 16, 17, 383, 385, 1000, 1536, 1537, 3000):
+        x = torch.empty(1, 4, 16).bfloat16().expand(T, 4, 16).contiguous()
+        with acting_as(family), recording():
+            hc_pre(x, split_fn(torch.zeros(24, 64), BF16), torch.ones(3), torch.zeros(24), **EPS, workspace=workspace)
+
+
+def test_a_workspace_that_is_too_small_says_what_is_needed():
+    x, fn, scale, base = make(2, 32, FP32)
+    with pytest.raises(ValueError, match=r"hc_pre: workspace has 100 bytes, this call needs \d+"):
+        hc_pre(x, split_fn(fn, FP32), scale, base, **EPS, workspace=torch.empty(100, dtype=torch.uint8))
 
 
 def test_no_tokens():
