@@ -40,8 +40,12 @@ def sparse_attention(
     indices: torch.Tensor | None = None,
     max_n_vis: int | None = None,
     out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention output [T, H, 512] in q's dtype; the arguments are those of `dsv4_triton.kernels.sparse_attention`."""
+    """Attention output [T, H, 512] in q's dtype; the arguments are those of `dsv4_triton.kernels.sparse_attention`.
+
+    `workspace` is not used.
+    """
     if n_vis is not None and max_n_vis is not None:
         n_vis = n_vis.clamp(max=max_n_vis)
     result = torch.zeros_like(q) if out is None else out.zero_()
