@@ -82,6 +82,10 @@ HOST = Family(
 FAMILIES = {family.name: family for family in (A2, A3, A5, HOST)}
 
 
+DEVICE_TYPES = ("cpu", "npu")
+"""Torch device types with kernels."""
+
+
 class UnsupportedDeviceError(RuntimeError):
     """The device is not one of the supported families."""
 
@@ -128,4 +132,6 @@ def family_of(device_type: str) -> Family:
         import torch_npu
 
         return family_of_soc(torch_npu.npu.get_device_name(0))
-    raise UnsupportedDeviceError(f"tensors on device type {device_type!r} are not supported; use 'cpu' or 'npu'")
+    raise UnsupportedDeviceError(
+        f"tensors on device type {device_type!r} are not supported; use {' or '.join(map(repr, DEVICE_TYPES))}"
+    )

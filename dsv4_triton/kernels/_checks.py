@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from dsv4_triton.device import DEVICE_TYPES, UnsupportedDeviceError
+
 Dtypes = torch.dtype | Sequence[torch.dtype]
 FLOATS = (torch.bfloat16, torch.float32)
 """Activation dtypes: bf16 in production, fp32 for exact comparisons on the host."""
@@ -25,7 +27,9 @@ def check_tensor(
 
     `shape` entries of None match any size. `layout` is "contiguous", "rows" (only the last axis must have stride 1)
     or "page" (the axes after the first are contiguous; the first may have any stride, as in vLLM's packed caches).
-    Raises TypeError for a wrong type or dtype and ValueError for anything else.
+    An argument without `device` is the one that decides it, and must lie where there are kernels.
+    Raises TypeError for a wrong type or dtype, UnsupportedDeviceError for a device without kernels and ValueError for
+    anything else.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(tensor).__name__}")
@@ -40,7 +44,11 @@ def check_tensor(
     if not fits:
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{op}: {name} has shape {tuple(sizes)}, expected ({wanted})")
-    if device is not None and tensor.device != device:
+    if device is None:
+        if not tensor.is_cpu and tensor.device.type not in DEVICE_TYPES:
+            wanted = " or ".join(map(repr, DEVICE_TYPES))
+            raise UnsupportedDeviceError(f"{op}: {name} is on {tensor.device}, which has no kernels; use {wanted}")
+    elif tensor.device != device:
         raise ValueError(f"{op}: {name} is on {tensor.device}, expected {device} like the other arguments")
     # The common case needs one call; a launch on the host costs little more than its checks.
     if tensor.is_contiguous() or tensor.numel() == 0:

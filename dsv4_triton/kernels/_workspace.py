@@ -17,6 +17,8 @@ from collections.abc import Iterable
 
 import torch
 
+from dsv4_triton.kernels._checks import check_tensor
+
 Part = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of one piece of scratch."""
 ALIGNMENT = 512
@@ -39,22 +41,22 @@ def workspace_bytes(parts: Iterable[Part]) -> int:
     return sum(_aligned(_bytes(part)) for part in parts)
 
 
+def check_workspace(op: str, workspace: torch.Tensor, device: torch.device) -> None:
+    """TypeError or ValueError for anything but a flat, contiguous and aligned uint8 tensor on `device`."""
+    check_tensor(op, "workspace", workspace, (None,), torch.uint8, device=device)
+    if workspace.data_ptr() % START_ALIGNMENT:
+        raise ValueError(f"{op}: workspace starts at an address that is no multiple of {START_ALIGNMENT}")
+
+
 def carve(op: str, workspace: torch.Tensor | None, device: torch.device, parts: Iterable[Part]) -> list[torch.Tensor]:
     """One contiguous, uninitialised tensor for each part, cut out of `workspace`, or new ones where it is None.
 
-    TypeError or ValueError for a workspace that is no flat, contiguous and aligned uint8 tensor on `device`, or too
-    small; the message says how many bytes are needed.
+    TypeError or ValueError for what is no workspace (`check_workspace`) or too small a one; the message says how many
+    bytes are needed.
     """
     if workspace is None:
         return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in parts]
-    if workspace.dtype != torch.uint8:
-        raise TypeError(f"{op}: workspace has dtype {workspace.dtype}, expected torch.uint8")
-    if workspace.dim() != 1 or not workspace.is_contiguous():
-        raise ValueError(f"{op}: workspace has shape {tuple(workspace.shape)}, expected one contiguous axis of bytes")
-    if workspace.device != device:
-        raise ValueError(f"{op}: workspace is on {workspace.device}, expected {device} like the other arguments")
-    if workspace.data_ptr() % START_ALIGNMENT:
-        raise ValueError(f"{op}: workspace starts at an address that is no multiple of {START_ALIGNMENT}")
+    check_workspace(op, workspace, device)
     pieces: list[torch.Tensor] = []
     parts = list(parts)
     needed = workspace_bytes(parts)

@@ -170,13 +170,15 @@ def compressor_fold(
         )
     if ratio not in RATIOS:
         raise ValueError(f"{OP}: ratio must be one of {RATIOS}, got {ratio}")
+    name, axes = ("cache", 3) if out is None else ("out", 2)
+    check_tensor(OP, name, result, (None,) * axes, (*FLOATS, torch.uint8), layout="page")
     record = cache is not None and is_record(cache)
     dim = max(DIMS) if record else result.shape[-1]
     if dim not in DIMS:
-        raise ValueError(f"{OP}: the result must have one of {DIMS} features, got {dim}")
+        raise ValueError(f"{OP}: {name} has {dim} features, expected one of {DIMS}")
     overlap = 2 if ratio == 4 else 1
-    check_tensor(OP, "state", state, (None, None, 2 * overlap * dim), torch.float32, layout="page")
-    device = state.device
+    device = result.device
+    check_tensor(OP, "state", state, (None, None, 2 * overlap * dim), torch.float32, device=device, layout="page")
     check_tensor(OP, "positions", positions, (None,), torch.int32, device=device)
     tokens = positions.shape[0]
     check_tensor(OP, "state_table", state_table, (None, None), torch.int32, device=device, layout="rows")

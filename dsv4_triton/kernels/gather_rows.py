@@ -169,7 +169,9 @@ def gather_rows(
     both of one kind. `dtype` of the rows is bf16 or fp32 for records (bf16 if not given) and the
     caches' own for plain rows. Tables and `indices` are int32; holes among the indices are -1.
     """
+    check_tensor(OP, "positions", positions, (None,), torch.int32)
     tokens, device, record = len(positions), positions.device, is_record(window_cache)
+    check_rows(OP, "window_cache", window_cache, FLOATS, device)
     if dtype is None:
         dtype = torch.bfloat16 if record else window_cache.dtype
     if dtype not in FLOATS:
@@ -177,10 +179,10 @@ def gather_rows(
     if columns % BLOCK or columns < window_columns(window):
         need = window_columns(window)
         raise ValueError(f"{OP}: columns is {columns}, expected a multiple of {BLOCK} of at least {need}")
-    check_rows(OP, "window_cache", window_cache, dtype, device)
+    if not record and window_cache.dtype != dtype:
+        raise TypeError(f"{OP}: window_cache has dtype {window_cache.dtype}, expected {dtype}")
     check_tensor(OP, "window_table", window_table, (None, None), torch.int32, device=device, layout="rows")
     check_tensor(OP, "token_req", token_req, (tokens,), torch.int32, device=device)
-    check_tensor(OP, "positions", positions, (tokens,), torch.int32, device=device)
     pick = positions
     if cmp_cache is None:
         cmp_cache, cmp_table = window_cache, window_table

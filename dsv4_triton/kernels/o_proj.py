@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from dsv4_triton.device import family_of
-from dsv4_triton.kernels._checks import FLOATS, check_tensor, output
-from dsv4_triton.kernels.rope import rope
+from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor, output
+from dsv4_triton.kernels.rope import ROTARY, rope
 
 OP = "o_proj"
 HEAD_DIM = 512
@@ -86,12 +86,15 @@ def o_proj(
     check_tensor(OP, "o", o, (None, None, HEAD_DIM), FLOATS)
     tokens, heads, _ = o.shape
     check_tensor(OP, "wo_a", wo_a, (None, None, None), o.dtype, device=o.device)
+    check_tensor(OP, "positions", positions, (tokens,), torch.int32, device=o.device)
+    check_tensor(OP, "cos_sin", cos_sin, (None, ROTARY), torch.float32, device=o.device)
     groups, rank, width = wo_a.shape
     if groups == 0 or heads % groups or width != heads // groups * HEAD_DIM:
         raise ValueError(f"{OP}: wo_a has shape {tuple(wo_a.shape)}, expected (G, R, {heads} / G * {HEAD_DIM})")
     out = output(OP, "out", out, (tokens, groups * rank), o.dtype, o.device)
     if o.numel() == 0 or rank == 0:
         return out
+    check_filled(OP, cos_sin=cos_sin)
     rope(o, positions, cos_sin, inverse=True, out=o)
     bm, bn, bk = tile_sizes(tokens, rank)
     tiles = triton.cdiv(tokens, bm) * triton.cdiv(rank, bn) * groups

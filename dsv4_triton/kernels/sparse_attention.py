@@ -33,7 +33,7 @@ from dsv4_triton.kernels._attend_plan import HEAD_DIM, Call, Plan, Tiling, limit
 from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor, output
 from dsv4_triton.kernels._rows import check_rows, is_record
 from dsv4_triton.kernels._tiling import next_power_of_2
-from dsv4_triton.kernels._workspace import ALIGNMENT, Part, carve
+from dsv4_triton.kernels._workspace import ALIGNMENT, Part, carve, check_workspace
 from dsv4_triton.kernels.gather_rows import gather_rows
 
 OP = "sparse_attention"
@@ -228,6 +228,8 @@ def sparse_attention(
             dense = cmp_table.shape[1] * cmp_cache.shape[1]
             if max_n_vis is not None:
                 dense = min(dense, max_n_vis)
+    if workspace is not None:
+        check_workspace(OP, workspace, device)
     out = output(OP, "out", out, q.shape, q.dtype, device)
     if count == 0:
         return out

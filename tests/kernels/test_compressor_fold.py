@@ -267,7 +267,7 @@ def test_errors_name_the_argument() -> None:
         request.fold(compressor_fold, *args)
     with pytest.raises(ValueError, match="exactly one of cache and out"):
         request.fold(compressor_fold, *args, cache=cache, out=out)
-    with pytest.raises(ValueError, match="features, got 256"):
+    with pytest.raises(ValueError, match="out has 256 features"):
         request.fold(compressor_fold, *args, out=torch.zeros(1, 256))
     with pytest.raises(TypeError, match="out has dtype"):
         request.fold(compressor_fold, *args, out=out.half())

@@ -42,8 +42,8 @@ def test_one_byte_short_is_an_error_that_says_what_is_needed() -> None:
     ("workspace", "error", "message"),
     [
         (torch.empty(8192, dtype=torch.int8), TypeError, "dtype torch.int8, expected torch.uint8"),
-        (torch.empty(2, 4096, dtype=torch.uint8), ValueError, r"shape \(2, 4096\), expected one contiguous axis"),
-        (torch.empty(8192, dtype=torch.uint8)[::2], ValueError, "expected one contiguous axis of bytes"),
+        (torch.empty(2, 4096, dtype=torch.uint8), ValueError, r"shape \(2, 4096\), expected \(any\)"),
+        (torch.empty(8192, dtype=torch.uint8)[::2], ValueError, "axis 0 must have stride 1"),
         (torch.empty(8192, dtype=torch.uint8)[1:], ValueError, "no multiple of 64"),
         (torch.empty(8192, dtype=torch.uint8, device="meta"), ValueError, "on meta, expected cpu"),
     ],
