@@ -8,7 +8,13 @@ import triton
 import triton.language as tl
 
 from dsv4_triton.kernels._fake_quant import fp8_sim64, round_to_e4m3
+from dsv4_triton.kernels.compressor_fold import compressor_fold
+from dsv4_triton.kernels.kv_norm_rope_insert import kv_norm_rope_insert
 from dsv4_triton.reference import fake_quant
+from dsv4_triton.reference.compressor_fold import compressor_fold as reference_fold
+from dsv4_triton.reference.kv_norm_rope_insert import kv_norm_rope_insert as reference_insert
+from tests.kernels import rotary
+from tests.kernels.paging import clone, ints, pages, whole
 from tests.numeric import assert_equal, poisoned
 
 SUBNORMAL_STEP = 2.0**-9
@@ -108,3 +114,53 @@ def test_relative_error_bound_and_bf16_exactness():
 def test_the_axis_must_be_a_multiple_of_64():
     with pytest.raises(ValueError, match="blocks of 64"):
         fake_quant.fp8sim64(torch.zeros(3, 100))
+
+
+def amounts(dtype: torch.dtype) -> torch.Tensor:
+    """Largest values of a group at, just below and just above scale steps, powers of two and the floor: [n, 7]."""
+    powers = 2.0 ** torch.tensor([-40.0, -13.0, -1.0, 0.0, 3.0, 20.0])
+    points = torch.cat((448 * powers, powers, torch.tensor([1e-4, 2.0**-126]))).to(dtype)
+    around = torch.stack((points, torch.nextafter(points, points * 2), torch.nextafter(points, points * 0)))
+    return around.T.flatten().view(-1, 7)
+
+
+@pytest.mark.parametrize("storage", ["plain", "record"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kernel", ["kv_norm_rope_insert", "compressor_fold"])
+def test_inserted_rows_are_bit_exact_next_to_powers_of_two(kernel: str, dtype: torch.dtype, storage: str) -> None:
+    """Rows whose norm is a power of two are +-1 times the weight, so that the weight makes the amounts.
+
+    An entry is folded from eight or 128 equal rows; the largest value of a group stands at a random place.
+    """
+    width, page_dtype = (512, dtype) if storage == "plain" else (640, torch.uint8)
+    for largest in amounts(dtype):
+        weight = torch.rand(8, 64).to(dtype) * torch.cat((largest, largest[:1])).unsqueeze(1)
+        weight[torch.arange(7), torch.randint(64, (7,))] = largest
+        weight = weight.flatten()
+        signs = torch.where(torch.rand(3, 512) < 0.5, -1.0, 1.0)
+        cache = pages(3, 4, width, page_dtype)
+        expected = clone(cache)
+        positions, slots = ints(3, 7, 11), ints(4, 9, 6)
+        cos_sin = rotary.table(torch.arange(12))
+        for op, result in ((kernel, cache), ("reference", expected)):
+            if kernel == "kv_norm_rope_insert":
+                insert = reference_insert if op == "reference" else kv_norm_rope_insert
+                insert(signs.to(dtype), weight, positions, cos_sin, result, slots, eps=0.0, fake_quant=True)
+            else:
+                fold = reference_fold if op == "reference" else compressor_fold
+                state = torch.zeros(2, 128, 2, 2, 512)
+                state[1, :12, 0, 1] = signs.repeat_interleave(4, 0)  # own halves of the rows
+                state[1, :8, 0, 0] = signs[1:].repeat_interleave(4, 0)  # first halves, folded by the entry after
+                fold(
+                    state.flatten(2), ints(1)[None], ints(0, 0, 0), positions, slots, weight, cos_sin,
+                    ratio=4, eps=0.0, cache=result, fake_quant=True,
+                )  # fmt: skip
+        got, wanted = (whole(memory).clone() for memory in (cache, expected))
+        if storage == "plain":
+            assert_equal(got + 0.0, wanted + 0.0)  # + 0.0: the sign of zero is not kept
+            continue
+        rows = (cache.clone(), expected.clone())
+        for row in rows:
+            codes = row[..., 128:576]
+            codes[codes == 0x80] = 0
+        assert_equal(*rows)
