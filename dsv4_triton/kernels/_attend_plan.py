@@ -79,15 +79,27 @@ class Tiling:
 
 
 @dataclass(frozen=True)
+class Split:
+    """Constants of the three launches that do one step each, on gathered rows."""
+
+    CHUNK: int
+    ROWS: int
+    HEADS: int
+    SOFTMAX_HEADS: int
+    DV: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """The launches of a call.
 
     `gathered` columns are copied first, if any; they begin with `base` columns of the window, or with none where
-    attend launches read the window in place. One launch finishes the result; several give partial results, `slots` a
-    token, of `chunk` rows each, which a last launch merges.
+    attend launches read the window in place. Then come `launches`, or the three of `split`. They finish the result, or
+    where there are `slots` give that many partial results a token, of `chunk` rows each, which a last launch merges.
     """
 
-    launches: tuple[Tiling, ...]
+    launches: tuple[Tiling, ...] = ()
+    split: Split | None = None
     gathered: int = 0
     base: int = 0
     slots: int = 0
@@ -96,7 +108,8 @@ class Plan:
     def scratch(self, heads: int, dtype: torch.dtype) -> int:
         """Bytes of scratch a token takes."""
         rows = self.gathered * (HEAD_DIM * dtype.itemsize + 4)
-        return rows + self.slots * heads * (HEAD_DIM + 1) * 4
+        scores = heads * self.gathered * (4 + dtype.itemsize) if self.split else 0
+        return rows + scores + self.slots * heads * (HEAD_DIM + 1) * 4
 
 
 def _up(n: int, multiple: int) -> int:
@@ -131,7 +144,7 @@ def plan(family: Family, call: Call) -> Plan:
     """The launches of a call, the same for every step of these shapes."""
     limit = limits(family)
     by_row = family.row_operands and not call.record
-    in_place = by_row or (not call.record and _is_tile(call.window_page))
+    in_place = by_row or (family.mixed_kernels and not call.record and _is_tile(call.window_page))
     windows, window_rows = 0, call.window_page
     if by_row:
         windows, window_rows = 1, _up(call.window, 16)
@@ -162,9 +175,20 @@ def plan(family: Family, call: Call) -> Plan:
         return Plan((tiling(_attend.DENSE, windows, 0, 16), rest), slots=1 + -(-call.dense // chunk), chunk=chunk)
     base = window_columns(call.window)
     columns = base + (_bucket(call.dense, BLOCK) if call.dense else _up(call.picked, BLOCK))
-    rows = columns if call.picked or columns <= limit.chunk_rows else limit.chunk_rows
-    tiles = -(-rows // limit.gathered_rows)
-    shape = tiling(_attend.GATHERED, 0, tiles, _up(rows, 16 * tiles) // tiles)
-    if rows == columns:
-        return Plan((shape,), gathered=columns, base=base)
-    return Plan((shape,), gathered=columns, base=base, slots=-(-columns // shape.columns), chunk=shape.columns)
+    chunk = columns if call.picked or columns <= limit.chunk_rows else limit.chunk_rows
+    slots = 0 if chunk == columns else -(-columns // chunk)
+    columns = slots * chunk or columns
+    tiles = min(MAX_TILES, -(-chunk // limit.gathered_rows))
+    whole = tiling(_attend.GATHERED, 0, tiles, _up(chunk, 16 * tiles) // tiles)
+    if family.mixed_kernels and min(64, call.heads) <= whole.HEADS:
+        return Plan((whole,), None, columns, base, slots, chunk)
+    return Plan((), _split(family, call.heads, chunk), columns, base, slots, chunk)
+
+
+def _split(family: Family, heads: int, chunk: int) -> Split:
+    rows = max(rows for rows in range(16, 321, 16) if chunk % rows == 0)
+    fit = family.ub_bytes // (16 * chunk)
+    return Split(
+        CHUNK=chunk, ROWS=rows, HEADS=min(64, max(16, next_power_of_2(heads))),
+        SOFTMAX_HEADS=min(next_power_of_2(heads), 1 << (fit.bit_length() - 1)), DV=64,
+    )  # fmt: skip

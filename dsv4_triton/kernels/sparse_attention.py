@@ -13,7 +13,8 @@ the batch holds; only the split of many dense rows into chunks follows `max_n_vi
 
 * rows read where they lie, in one launch: whole pages as tiles, or single rows where the family can load a product's
   operand row by row;
-* `gather_rows` copies what a token attends, decoded where rows are records (uint8), then one launch attends it;
+* `gather_rows` copies what a token attends, decoded where rows are records (uint8), then one launch attends it, or
+  three launches do one step each (`_attend_split.py`);
 * sets of dense rows too long for one softmax give partial results, which a last launch merges with the sink.
 
 Cube and vector cores; grids are persistent. On-chip sizes: `_attend.py`, `gather_rows.py`. Formula: official
@@ -28,8 +29,8 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from dsv4_triton.device import Family, family_of
-from dsv4_triton.kernels import _attend
-from dsv4_triton.kernels._attend_plan import HEAD_DIM, Call, Plan, Tiling, limits, plan
+from dsv4_triton.kernels import _attend, _attend_split
+from dsv4_triton.kernels._attend_plan import HEAD_DIM, Call, Plan, Split, Tiling, limits, plan
 from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor, output
 from dsv4_triton.kernels._rows import check_rows, is_record
 from dsv4_triton.kernels._tiling import next_power_of_2
@@ -74,17 +75,15 @@ class _Tokens:
                 indices=None if self.indices is None else self.indices[run],
             )  # fmt: skip
 
-    def attend(
-        self, tiling: Tiling, plan: Plan, gathered: list[torch.Tensor], partial: list[torch.Tensor], slot0: int
-    ) -> None:
-        """One launch into `out`, with the sink, or into `partial` (values, lse) from slot `slot0` on."""
+    def attend(self, tiling: Tiling, plan: Plan, scratch: Scratch, slot0: int) -> None:
+        """One launch into `out`, with the sink, or into the partial results from slot `slot0` on."""
         tokens, heads = self.q.shape[:2]
         call = self.call
         rows = self.window_cache if self.cmp_cache is None else self.cmp_cache
         table = self.window_table if self.cmp_table is None else self.cmp_table
         pick, columns, base = self.sink, call.picked, call.picked
-        if gathered:
-            rows, pick = gathered
+        if scratch.rows is not None and scratch.bias is not None:
+            rows, pick = scratch.rows, scratch.bias
             base = columns = plan.gathered
         elif self.indices is not None:
             pick = self.indices
@@ -93,46 +92,104 @@ class _Tokens:
             base = plan.base
         items = tokens * -(-heads // tiling.HEADS)
         splits = 1
-        if partial and tiling.TILES:
+        if plan.slots and tiling.TILES:
             splits = max(1, min(plan.slots - slot0, 4 * self.family.cube_cores // items))
-        values, lse = partial or (self.out, self.sink)
         _attend.attend_kernel[(min(items * splits, self.family.cube_cores),)](
             self.q, self.window_cache, self.window_table, rows, table, pick, self.sink, self.token_req, self.positions,
-            self.n_vis if counted else self.positions, values, lse,
+            self.n_vis if counted else self.positions, *scratch.target(self.out, self.sink),
             tokens, heads, self.window_table.stride(0), self.window_cache.stride(0), table.stride(0), rows.stride(0),
             columns, base, base + call.dense, call.window, splits, plan.slots or 1, slot0, self.scale,
-            COUNTED=counted, FINAL=not partial, D=HEAD_DIM, **asdict(tiling),
+            COUNTED=counted, FINAL=not plan.slots, D=HEAD_DIM, **asdict(tiling),
         )  # fmt: skip
 
-    def merge(self, plan: Plan, partial: list[torch.Tensor]) -> None:
+    def split(self, split: Split, plan: Plan, scratch: Scratch) -> None:
+        """Scores, softmax and values of the gathered rows, a launch each."""
+        tokens, heads = self.q.shape[:2]
+        counted = self.n_vis is not None
+        n_vis = self.n_vis if counted else self.positions
+        base = plan.base if counted else plan.gathered
+        bounds = base, base + self.call.dense
+        items = tokens * -(-heads // split.HEADS)
+        cubes = self.family.cube_cores
+        splits = max(1, min(plan.gathered // split.ROWS, 2 * cubes // items))
+        _attend_split.scores_kernel[(min(items * splits, cubes),)](
+            self.q, scratch.rows, self.positions, n_vis, scratch.scores, tokens, heads, plan.gathered, *bounds, splits,
+            COUNTED=counted, ROWS=split.ROWS, HEADS=split.HEADS, D=HEAD_DIM,
+        )  # fmt: skip
+        slots, final = plan.slots or 1, not plan.slots
+        values, lse = scratch.target(self.out, self.sink)
+        rows = tokens * slots * -(-heads // split.SOFTMAX_HEADS)
+        _attend_split.softmax_kernel[(min(rows, self.family.vector_cores),)](
+            scratch.scores, scratch.bias, self.sink, self.positions, n_vis, scratch.weights, lse, tokens, heads,
+            plan.gathered, *bounds, slots, self.scale,
+            COUNTED=counted, FINAL=final, CHUNK=split.CHUNK, HEADS=split.SOFTMAX_HEADS,
+        )  # fmt: skip
+        splits = max(1, min(HEAD_DIM // split.DV, 2 * cubes // items))
+        _attend_split.values_kernel[(min(items * splits, cubes),)](
+            scratch.weights, scratch.rows, self.positions, n_vis, values, tokens, heads, plan.gathered, *bounds, slots,
+            splits, COUNTED=counted, FINAL=final, CHUNK=split.CHUNK, HEADS=split.HEADS, D=HEAD_DIM, DV=split.DV,
+        )  # fmt: skip
+
+    def merge(self, plan: Plan, scratch: Scratch) -> None:
         """The partial results and the sink into `out`."""
         tokens, heads = self.q.shape[:2]
         block = min(MERGE_HEADS, next_power_of_2(heads))
         base = plan.base or plan.chunk
         _attend.merge_kernel[(min(tokens * -(-heads // block), self.family.vector_cores),)](
-            *partial, self.sink, self.positions, self.n_vis, self.out, tokens, heads, plan.slots, base,
-            base + self.call.dense, plan.chunk, HEADS=block, D=HEAD_DIM,
+            scratch.values, scratch.lse, self.sink, self.positions, self.n_vis, self.out, tokens, heads, plan.slots,
+            base, base + self.call.dense, plan.chunk, HEADS=block, D=HEAD_DIM,
         )  # fmt: skip
 
-    def run(self, plan: Plan, gathered: list[torch.Tensor], partial: list[torch.Tensor]) -> None:
-        if gathered:
+    def run(self, plan: Plan, scratch: Scratch) -> None:
+        """All launches of the plan."""
+        if plan.gathered:
             gather_rows(
                 self.window_cache, self.window_table, self.token_req, self.positions, window=self.call.window,
                 columns=plan.gathered, cmp_cache=self.cmp_cache, cmp_table=self.cmp_table, n_vis=self.n_vis,
-                indices=self.indices, dtype=self.q.dtype, rows=gathered[0], bias=gathered[1],
+                indices=self.indices, dtype=self.q.dtype, rows=scratch.rows, bias=scratch.bias,
             )  # fmt: skip
+        if plan.split is not None:
+            self.split(plan.split, plan, scratch)
         for slot0, tiling in enumerate(plan.launches):
-            self.attend(tiling, plan, gathered, partial, slot0)
-        if partial:
-            self.merge(plan, partial)
+            self.attend(tiling, plan, scratch, slot0)
+        if plan.slots:
+            self.merge(plan, scratch)
 
 
-def _scratch(plan: Plan, run: int, heads: int, dtype: torch.dtype) -> tuple[list[Part], list[Part]]:
-    """Gathered rows and their bias; partial values and the logs of their denominators. Each only where it is used."""
-    gathered: list[Part] = [((run, plan.gathered, HEAD_DIM), dtype), ((run, plan.gathered), torch.float32)]
-    slots = run, plan.slots, heads
-    partial: list[Part] = [((*slots, HEAD_DIM), torch.float32), (slots, torch.float32)]
-    return gathered if plan.gathered else [], partial if plan.slots else []
+@dataclass
+class Scratch:
+    """Gathered rows and their bias; scores and weights of the split chain; partial values and the logs of their
+    denominators. Each only where the plan uses it."""
+
+    rows: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+
+    def target(self, out: torch.Tensor, unused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where values and denominators go: `out`, which needs none, or the partial results."""
+        return (out, unused) if self.values is None or self.lse is None else (self.values, self.lse)
+
+    def first(self, tokens: int) -> Scratch:
+        """The part of the first tokens."""
+        return Scratch(*(None if part is None else part[:tokens] for part in vars(self).values()))
+
+
+def _scratch(plan: Plan, run: int, heads: int, dtype: torch.dtype) -> dict[str, Part]:
+    """Shapes and dtypes of the scratch of `run` tokens by name."""
+    parts: dict[str, Part] = {}
+    if plan.gathered:
+        parts["rows"] = (run, plan.gathered, HEAD_DIM), dtype
+        parts["bias"] = (run, plan.gathered), torch.float32
+    if plan.split is not None:
+        parts["scores"] = (run, heads, plan.gathered), torch.float32
+        parts["weights"] = (run, heads, plan.gathered), dtype
+    if plan.slots:
+        parts["values"] = (run, plan.slots, heads, HEAD_DIM), torch.float32
+        parts["lse"] = (run, plan.slots, heads), torch.float32
+    return parts
 
 
 def _run_length(plan: Plan, tokens: int, heads: int, dtype: torch.dtype, family: Family) -> int:
@@ -163,7 +220,7 @@ def sparse_attention_workspace(
             a_token = chosen.scratch(heads, dtype)
             # Fewer dense rows take less a token, and then more tokens make a run: the bound holds for those too.
             bound = min(tokens * a_token, max(_RUN * a_token, limits(family).scratch_bytes))
-            need = max(need, bound + 4 * ALIGNMENT)
+            need = max(need, bound + 6 * ALIGNMENT)
     return need
 
 
@@ -248,12 +305,11 @@ def sparse_attention(
         call, family,
     )  # fmt: skip
     if not chosen.gathered and not chosen.slots:
-        tokens.run(chosen, [], [])
+        tokens.run(chosen, Scratch())
         return out
     length = _run_length(chosen, count, heads, q.dtype, family)
-    gathered, partial = _scratch(chosen, length, heads, q.dtype)
-    pieces = carve(OP, workspace, device, gathered + partial)
+    parts = _scratch(chosen, length, heads, q.dtype)
+    scratch = Scratch(**dict(zip(parts, carve(OP, workspace, device, parts.values()))))
     for run in tokens.runs(length):
-        short = [piece[: len(run.q)] for piece in pieces]
-        run.run(chosen, short[: len(gathered)], short[len(gathered) :])
+        run.run(chosen, scratch.first(len(run.q)))
     return out

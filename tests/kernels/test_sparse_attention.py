@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from dsv4_triton.device import A2, Family, acting_as
+from dsv4_triton.device import A2, A5, Family, acting_as
 from dsv4_triton.kernels import _attend_plan
 from dsv4_triton.kernels.sparse_attention import sparse_attention
 from dsv4_triton.reference.sparse_attention import sparse_attention as reference
@@ -137,8 +137,11 @@ def test_runs_of_tokens_change_nothing(monkeypatch, compressed, page):
     Case(((700, 5),), heads=16, compressed="dense", ratio=1, cmp_page=2, dtype=BF16),
     Case(((700, 5),), compressed="dense", ratio=1, cmp_page=32, page=32),
     Case(((2700, 30),), compressed="dense"),
+    Case(MIXED, compressed="holes", record=True),
+    Case(((200, 9),), heads=64, compressed="selected", record=True, dtype=BF16),
+    Case(((2700, 30),), compressed="dense", record=True, dtype=BF16),
 ], ids=str)  # fmt: skip
-@pytest.mark.parametrize("family", [A2], ids=lambda family: family.name)
+@pytest.mark.parametrize("family", [A2, A5], ids=lambda family: family.name)
 def test_variants_of_the_accelerators(family: Family, case):
     """Pages as tiles, gathered rows, products in slices and partial results run here too."""
     with acting_as(family):
