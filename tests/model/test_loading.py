@@ -115,6 +115,10 @@ def test_an_engine_start_names_the_missing_tensor(checkpoint: Callable[[str], Pa
         pass
 
 
+def ours(**options: str) -> dict[str, Any]:
+    return {"additional_config": {"dsv4_triton": options}}
+
+
 @pytest.mark.parametrize(
     ("config", "arguments", "message"),
     [
@@ -126,6 +130,14 @@ def test_an_engine_start_names_the_missing_tensor(checkpoint: Callable[[str], Pa
         ({}, {"dtype": "float16"}, "--dtype is torch.float16"),
         ({}, {"kv_cache_dtype": "fp8"}, "--kv-cache-dtype is 'fp8'"),
         ({}, {"attention_backend": "CPU_ATTN"}, "--attention-backend is CPU_ATTN"),
+        ({}, {"block_size": 32}, "--block-size is 32, .*geometry 'fine' .*\"fine\" takes 256"),
+        ({}, {"block_size": 256, **ours(geometry="vllm-ascend")}, '"vllm-ascend" takes 128, 64, 32'),
+        ({}, {"dtype": "bfloat16", **ours(device_family="a2", index_format="e4m3")}, "'e4m3', which family 'a2'"),
+        ({}, {"dtype": "bfloat16", **ours(device_family="a5", kv_fake_quant="off")}, "stores rows in fp8"),
+        ({}, {"dtype": "bfloat16", "kv_cache_dtype": "fp8", **ours(device_family="a2")}, "--kv-cache-dtype .* 'auto'"),
+        ({}, {"kv_offloading_size": 1.0}, "KV connectors are not supported"),
+        ({}, {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "KV connectors"),
+        ({}, {"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager is set"),
     ],
 )
 def test_configurations_that_cannot_be_served(
