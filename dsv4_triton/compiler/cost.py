@@ -1,0 +1,273 @@
+"""Exact static facts of a kernel launch from its final HIVM, and a time estimate from them.
+
+    facts = count(result.hivm, A2, launch.grid, arguments)
+    estimate = estimate_time(facts, A2)
+
+`count` evaluates the scalar code of every program with the launch's real arguments and counts what each program makes
+the cube, the vector units and the transfer engines do. Nothing is measured: docs/cost_model.md says what is assumed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from dsv4_triton.compiler.cost_emit import Emitter, Program, identifier, namespace
+from dsv4_triton.compiler.cost_exec import Machine
+from dsv4_triton.compiler.cost_ir import CostError, Function, Kernel
+from dsv4_triton.compiler.cost_ops import Counter, Key
+from dsv4_triton.compiler.cost_rules import Rules
+from dsv4_triton.compiler.cost_slice import Slice
+from dsv4_triton.device import Family
+
+_EVALUATION_BUDGET = 2_000_000
+"""Loop iterations that are evaluated before programs are sampled."""
+_MIN_SAMPLE = 4
+
+
+class Counts(dict[Key, int]):
+    """Counts by (kind, name); the kinds are listed in `cost_ops`. A key that is absent counts zero."""
+
+    def __missing__(self, key: Key) -> int:
+        return 0
+
+    def total(self, kind: str) -> int:
+        return sum(number for (k, _), number in self.items() if k == kind)
+
+    def by(self, kind: str) -> dict[str, int]:
+        """Name -> count of one kind."""
+        return {name: number for (k, name), number in sorted(self.items()) if k == kind}
+
+
+@dataclass(frozen=True)
+class Core:
+    """Counts of one kind of core: a row per evaluated program, over `keys`."""
+
+    keys: tuple[Key, ...]
+    rows: np.ndarray
+
+    def program(self, row: int) -> Counts:
+        return Counts({k: int(n) for k, n in zip(self.keys, self.rows[row]) if n})
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a launch does. Core kinds: "aic" (cube), "aiv" (vector) or, in a mixed kernel, "aiv0" and "aiv1".
+
+    blocks: numbers of the evaluated programs; all rows of `cores` follow this order. One row for all programs where
+    none differs from another; fewer than `programs` where a large grid is sampled (totals are then scaled).
+    argument_bytes: sizes of the tensor arguments by name.
+    unrolled: items that cube and vector cores of a mixed kernel pipeline, 0 for none.
+    assumed: decisions on values that could not be known, with how often. unsupported: operations that are not counted.
+    """
+
+    programs: int
+    blocks: tuple[int, ...]
+    cores: dict[str, Core]
+    argument_bytes: dict[str, int]
+    workspace_bytes: int
+    unrolled: int
+    one_vector_core: bool
+    uniform: bool
+    assumed: dict[str, int] = field(default_factory=dict)
+    unsupported: tuple[str, ...] = ()
+
+    @property
+    def mixed(self) -> bool:
+        return "aic" in self.cores and len(self.cores) > 1
+
+    @property
+    def sampled(self) -> bool:
+        return not self.uniform and len(self.blocks) < self.programs
+
+    def program(self, block: int, core: str) -> Counts:
+        """Counts of one evaluated program on one core; `KeyError` where that program was not evaluated."""
+        if self.uniform and 0 <= block < self.programs:
+            return self.cores[core].program(0)
+        if block not in self.blocks:
+            raise KeyError(f"program {block} was not evaluated")
+        return self.cores[core].program(self.blocks.index(block))
+
+    def launch(self, core: str | None = None) -> Counts:
+        """Counts of the whole launch on one kind of core, or on all."""
+        result = Counts()
+        for name in self.cores if core is None else [core]:
+            part = self.cores[name]
+            total = part.rows.sum(axis=0)
+            for key, number in zip(part.keys, total):
+                scaled = int(number) * self.programs // len(self.blocks)
+                if scaled:
+                    result[key] = result[key] + scaled
+        return result
+
+
+class _Compiled:
+    """Generated functions of one HIVM module."""
+
+    def __init__(self, text: str):
+        self.kernel = Kernel(text)
+        self.parts: dict[str, Slice] = {}
+        self.programs: dict[str, Program] = {}
+        self.scopes: dict[str, dict[str, Any]] = {}
+        for core, entry in self.kernel.entries.items():
+            self._compile(core, entry)
+
+    def _compile(self, core: str, entry: Function) -> None:
+        program = Program()
+        hidden = hidden_arguments(entry)
+        names = [""] * len(hidden) + [f"#{i}" for i in range(len(entry.args) - len(hidden))]
+        workspace = hidden.index("workspace") if "workspace" in hidden else -1
+        wanted: dict[str, list[tuple[int, str]]] = {}
+        for name, function in self.kernel.vector.items():
+            part = Slice(function, Counter(function, Rules(function), [], -2), self.kernel.vector, {})
+            wanted[name] = part.arguments()
+            Emitter(program, part).emit(identifier(name))
+        part = Slice(entry, Counter(entry, Rules(entry), names, workspace), self.kernel.vector, wanted)
+        Emitter(program, part).emit(identifier(entry.name))
+        self.parts[core] = part
+        self.programs[core] = program
+        self.scopes[core] = namespace(program)
+
+    def depends(self, core: str, operation: str) -> bool:
+        part = self.parts[core]
+        return any(
+            value in part.function.defined and part.function.defined[value][0].name == operation
+            for value, _ in part.needed
+        )
+
+
+@lru_cache(maxsize=64)
+def _compiled(text: str) -> _Compiled:
+    return _Compiled(text)
+
+
+def arguments_of(launch: Any) -> dict[str, Any]:
+    """The run-time arguments of a recorded launch (`launches.Launch`), for `count`."""
+    signature = launch.signature
+    return {name: launch.arguments[name] for name in signature.types if name not in signature.constants}
+
+
+def hidden_arguments(entry: Function) -> list[str]:
+    """Kinds of the arguments that the compiler puts before the kernel's own (workspace, lock, base address)."""
+    attributes = re.findall(r"\{[^{}]*\}", entry.op.props.get("arg_attrs") or "")
+    kinds = [re.search(r"hacc.arg_type<(\w+)>", text) for text in attributes]
+    hidden = [kind[1] if kind else "" for kind in kinds]
+    return hidden[: next((i for i, kind in enumerate(hidden) if not kind), len(hidden))]
+
+
+def count(
+    hivm: str,
+    family: Family,
+    grid: tuple[int, ...],
+    arguments: Mapping[str, Any],
+    *,
+    unwritten: Iterable[str] = (),
+) -> Facts:
+    """Facts of one launch.
+
+    hivm: the module printed before `convert-hivm-to-std`. grid: programs along x, y, z. arguments: the run-time
+    parameters by name, in the kernel's order and without those that its specialisation folded: CPU tensors and
+    numbers. Integer tensors are read, unless `unwritten` names them. `CostError` when the text cannot be counted or the
+    arguments are not the kernel's.
+    """
+    compiled = _compiled(hivm)
+    x, y, z = (*grid, 1, 1)[:3]
+    grid3 = (x, y, z)
+    programs = x * y * z
+    names = list(arguments)
+    rows: dict[str, tuple[list[Key], list[np.ndarray]]] = {}
+    assumed: dict[str, int] = {}
+    plan = _Plan(compiled, arguments, grid3, set(unwritten))
+    uniform = not any(compiled.depends(core, "hivm.hir.get_block_idx") for core in compiled.kernel.entries)
+    blocks = [0] if uniform else plan.choose(programs)
+    for core in compiled.kernel.entries:
+        subs = (0, 1) if core == "aiv" and compiled.kernel.mix else (0,)
+        for sub in subs:
+            label = f"{core}{sub}" if len(subs) == 2 else core
+            rows[label] = plan.run(core, blocks, sub)
+    for machine in plan.machines.values():
+        for what, number in machine.assumed.items():
+            assumed[what] = assumed.get(what, 0) + number
+    cores = {
+        label: Core(tuple(_named(key, names) for key in keys), np.array(table, dtype=np.int64))
+        for label, (keys, table) in rows.items()
+    }
+    unsupported = sorted({name for core in cores.values() for kind, name in core.keys if kind == "unsupported"})
+    return Facts(
+        programs=programs, blocks=tuple(blocks), cores=cores,
+        argument_bytes={n: v.numel() * v.element_size() for n, v in arguments.items() if isinstance(v, torch.Tensor)},
+        workspace_bytes=compiled.kernel.workspace_bytes, unrolled=compiled.kernel.unrolled,
+        one_vector_core=compiled.kernel.one_vector_core, uniform=uniform, assumed=assumed,
+        unsupported=tuple(unsupported),
+    )  # fmt: skip
+
+
+def _named(key: Key, names: list[str]) -> Key:
+    """`("read", "#2")` with the argument's name."""
+    kind, name = key
+    if name.startswith("#") and int(name[1:]) < len(names):
+        return kind, names[int(name[1:])]
+    return key
+
+
+class _Plan:
+    """One launch of compiled functions."""
+
+    def __init__(
+        self, compiled: _Compiled, arguments: Mapping[str, Any], grid: tuple[int, int, int], unwritten: set[str]
+    ):
+        self.compiled = compiled
+        self.machines: dict[str, Machine] = {}
+        for core, entry in compiled.kernel.entries.items():
+            hidden = hidden_arguments(entry)
+            values = [0] * len(hidden) + list(arguments.values()) + list(grid)
+            if len(values) != len(entry.args):
+                own = len(entry.args) - len(hidden) - len(grid)
+                raise CostError(
+                    f"kernel {entry.name} has {own} run-time arguments, got {len(arguments)}: {', '.join(arguments)}"
+                )
+            for (_, kind), (name, value) in zip(entry.args[len(hidden) :], arguments.items()):
+                if kind.startswith("memref<") == isinstance(value, (int, float)):
+                    raise CostError(f"kernel {entry.name}: argument {name} is {type(value).__name__}, not {kind}")
+            skip = {len(hidden) + i for i, name in enumerate(arguments) if name in unwritten}
+            self.machines[core] = Machine(compiled.programs[core], compiled.scopes[core], values, skip)
+
+    def choose(self, programs: int) -> list[int]:
+        """The programs to evaluate: all, or an even sample where that would take too long."""
+        ticks = 1
+        for core, entry in self.compiled.kernel.entries.items():
+            ticks += self.machines[core].run(entry.name, 0, 0) + len(self.compiled.programs[core].cells)
+        number = max(_MIN_SAMPLE, _EVALUATION_BUDGET // ticks)
+        if programs <= number:
+            return list(range(programs))
+        return sorted({i * (programs - 1) // (number - 1) for i in range(number)})
+
+    def run(self, core: str, blocks: list[int], sub_block: int) -> tuple[list[Key], list[np.ndarray]]:
+        """Keys, and counts of each program over them."""
+        program, scope = self.compiled.programs[core], self.compiled.scopes[core]
+        machine, entry = self.machines[core], self.compiled.kernel.entries[core].name
+        keys = list(dict.fromkeys([*(key for cell in program.cells for key in cell), *program.dynamic]))
+        place = {key: i for i, key in enumerate(keys)}
+        weights = np.zeros((len(program.cells), len(keys)), np.int64)
+        for i, cell in enumerate(program.cells):
+            for key, number in cell.items():
+                weights[i, place[key]] += number
+        moving = [place[key] for key in program.dynamic]
+        result = []
+        for block in blocks:
+            for cells in (scope["C"], scope["D"], scope["K"]):
+                cells[:] = [0] * len(cells)
+            machine.run(entry, block, sub_block)
+            for name, number in program.deferred.items():
+                if scope["K"][number]:
+                    scope[identifier(name)](scope["K"][number])
+            row = np.array(scope["C"], np.int64) @ weights
+            np.add.at(row, moving, np.array(scope["D"], np.int64))
+            result.append(row)
+        return keys, result
