@@ -58,11 +58,11 @@ def _rope_kernel(
             if INTERLEAVED:
                 # Partner features meet through a gather within the row: strided access is not possible on every family.
                 wide = tl.arange(0, 2 * HALF)
-                pair = (wide // 2)[None, :] + tl.zeros((BH, 1), tl.int32)
+                pair = (wide >> 1)[None, :] + tl.zeros((BH, 1), tl.int32)
                 partner = (wide ^ 1)[None, :] + tl.zeros((BH, 1), tl.int32)
                 rows = tl.zeros((BH, 1), tl.float32)
                 x = tl.load(source + PLAIN + head + wide[None, :]).to(tl.float32)
-                sign = ((wide % 2) * 2 - 1).to(tl.float32)
+                sign = ((wide & 1) * 2 - 1).to(tl.float32)
                 cosine = tl.gather(rows + cos[None, :], pair, 1)
                 sine = tl.gather(rows + sin[None, :], pair, 1)
                 y = x * cosine + tl.gather(x, partner, 1) * sine * sign[None, :]

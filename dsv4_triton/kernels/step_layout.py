@@ -25,8 +25,8 @@ def _store_rows(positions_ptr, token_req_ptr, n_vis4_ptr, n_vis128_ptr, row, ins
     position = tl.where(live, position, -1)
     tl.store(positions_ptr + row, position, mask=inside)
     tl.store(token_req_ptr + row, tl.where(live, request, -1), mask=inside)
-    tl.store(n_vis4_ptr + row, (position + 1) // 4, mask=inside)
-    tl.store(n_vis128_ptr + row, (position + 1) // 128, mask=inside)
+    tl.store(n_vis4_ptr + row, (position + 1) >> 2, mask=inside)
+    tl.store(n_vis128_ptr + row, (position + 1) >> 7, mask=inside)
 
 
 @triton.jit(do_not_specialize=["requests", "num_tokens"])

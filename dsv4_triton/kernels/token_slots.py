@@ -3,7 +3,8 @@
 Formula: row `j = p // ratio` of a token at position p that closes a window of `ratio` tokens, `(p + 1) % ratio == 0`
 (every token when ratio is 1); `slot = block_table[request, j // R] * R + j % R` with R rows per block. -1 for every
 other token, for padding and for the null block 0. Integers only.
-Grid: persistent over blocks of tokens. UB: about 90 bytes per token of a block.
+Grid: persistent over blocks of tokens. UB: about 90 bytes per token of a block. Rows and ratio are powers of two in
+every cache geometry: shifts then stand for the divisions, which A5's device library lacks for vectors of integers.
 Source: slot mapping of vLLM's paged caches; compressed caches are written at closing tokens only.
 """
 
@@ -13,9 +14,20 @@ import triton.language as tl
 
 from dsv4_triton.device import family_of
 from dsv4_triton.kernels._checks import check_tensor, output
+from dsv4_triton.kernels._tiling import next_power_of_2
 
 OP = "token_slots"
-TOKENS_PER_BLOCK = 128
+MIN_BLOCK = 16
+MAX_BLOCK = 128
+
+
+@triton.jit
+def _divided(x, N: tl.constexpr, SHIFT: tl.constexpr):
+    """`x // N` of integers x >= -1; SHIFT is log2(N), or -1 where N is no power of two."""
+    if SHIFT >= 0:
+        return x >> SHIFT
+    else:
+        return x // N
 
 
 @triton.jit(do_not_specialize=["T", "columns", "table_stride"])
@@ -28,7 +40,9 @@ def _token_slots_kernel(
     columns,
     table_stride,
     ROWS: tl.constexpr,
+    ROWS_SHIFT: tl.constexpr,
     RATIO: tl.constexpr,
+    RATIO_SHIFT: tl.constexpr,
     BT: tl.constexpr,
 ):
     for start in range(tl.program_id(0) * BT, T, tl.num_programs(0) * BT):
@@ -36,16 +50,21 @@ def _token_slots_kernel(
         inside = token < T
         position = tl.load(positions_ptr + token, mask=inside, other=-1)
         request = tl.load(token_req_ptr + token, mask=inside, other=-1)
-        row = position // RATIO
-        column = row // ROWS
+        row = _divided(position, RATIO, RATIO_SHIFT)
+        column = _divided(row, ROWS, ROWS_SHIFT)
         live = (position >= 0) & (request >= 0) & (column < columns)
         if RATIO > 1:
-            live = live & ((position + 1) % RATIO == 0)
+            live = live & (position - row * RATIO == RATIO - 1)
         # Dead lanes read entry 0: a masked load may still touch its address on some toolchains.
         index = tl.where(live, request, 0).to(tl.int64) * table_stride + tl.where(live, column, 0)
         block = tl.load(table_ptr + index)
-        slot = tl.where(live & (block > 0), block * ROWS + row % ROWS, -1)
+        slot = tl.where(live & (block > 0), (block - column) * ROWS + row, -1)
         tl.store(out_ptr + token, slot, mask=inside)
+
+
+def _shift(n: int) -> int:
+    """log2 of a power of two, -1 for any other number."""
+    return n.bit_length() - 1 if n & (n - 1) == 0 else -1
 
 
 def token_slots(
@@ -73,9 +92,11 @@ def token_slots(
         return out
     if block_table.numel() == 0:
         return out.fill_(-1)
-    grid = (min(triton.cdiv(tokens, TOKENS_PER_BLOCK), family_of(positions.device.type).vector_cores),)
+    cores = family_of(positions.device.type).vector_cores
+    block = min(max(MIN_BLOCK, next_power_of_2(triton.cdiv(tokens, cores))), MAX_BLOCK)
+    grid = (min(triton.cdiv(tokens, block), cores),)
     _token_slots_kernel[grid](
         positions, token_req, block_table, out, tokens, block_table.shape[1], block_table.stride(0),
-        ROWS=rows_per_block, RATIO=ratio, BT=TOKENS_PER_BLOCK,
+        ROWS=rows_per_block, ROWS_SHIFT=_shift(rows_per_block), RATIO=ratio, RATIO_SHIFT=_shift(ratio), BT=block,
     )  # fmt: skip
     return out
