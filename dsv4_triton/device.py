@@ -25,6 +25,71 @@ IndexFormat = Literal["plain", "int8", "e4m3"]
 """How indexer keys are stored: in the cache's dtype, int8 with an fp16 scale, or e4m3 with an fp32 scale."""
 
 
+@dataclass(frozen=True, eq=False)
+class Speed:
+    """Rates that the cost model counts with; docs/cost_model.md says what they leave out. "per cycle" is per core.
+
+    Sources: [config] `platform_config/<chip>.ini` of Huawei's public repository hicann/runtime, entries in brackets;
+    [guide] Ascend C best practices, "L2 Cache Tiling"; [assumed] nobody's measurement.
+    """
+
+    clock_hz: float
+    """[config: cube_freq]"""
+    macs_per_cycle: dict[str, int]
+    """By MLIR element type of the operands. 16 x 16 x 16 for 16-bit types, twice that for 8-bit ones [config:
+    cube_m_size, cube_n_size, cube_k_size, DtypeMKN]; a quarter for f32 [assumed, from the chips' published peaks]."""
+    hbm_bytes_per_second: float
+    """[guide] for A2; A3 the same [assumed]; A5 [config: ddr_rate times cores, which is also what Huawei announced]."""
+    l2_bytes_per_second: float
+    """All cores at l2_read_rate [config]; the guide says about 7 TB/s for reads and writes together on A2."""
+    gm_l1: int
+    """Bytes per cycle from global memory into L1 [config: l2_read_rate]."""
+    gm_ub: int
+    """... into vector memory: A2 and A3 [assumed: as out of it], A5 [config: l2_read_rate of the vector core]."""
+    ub_gm: int
+    """... out of vector memory [config: ub_to_l2_rate]."""
+    l0c_gm: int
+    """... out of the accumulators [config: l2_write_rate]."""
+    l0c_ub: int
+    """... from the accumulators into vector memory [config: l0_c_to_ub_rate]."""
+    ub_l1: int
+    """... from vector memory into L1 [config: ub_to_l1_rate]."""
+    l1_l0a: int
+    """... into the cube's left operand [config: l1_to_l0_a_rate]."""
+    l1_l0b: int
+    """... into the cube's right operand [config: l1_to_l0_b_rate]."""
+    vector_issue: int = 20
+    """Cycles per vector operation besides its 256-byte steps; on A5 per call of a vector function [assumed]."""
+    transfer_issue: int = 60
+    """Cycles between two transfers that a core starts [assumed]."""
+    run_issue: int = 1
+    """Cycles per contiguous run of a transfer besides its bytes [assumed]."""
+    scalar_cycles: dict[str, int] = field(
+        default_factory=lambda: {"alu": 1, "div": 16, "gm": 32, "ub": 8, "stack": 1, "store": 2}
+    )
+    """Cycles of scalar arithmetic (divisions by a power of two are shifts), of a load by memory, and of a store
+    [assumed]."""
+    launch_seconds: float = 3e-6
+    """Start and end of a kernel on the device [assumed]."""
+
+
+_INT8_FP16 = {"bf16": 4096, "f16": 4096, "f32": 1024, "i8": 8192}
+
+A2_SPEED = Speed(
+    clock_hz=1.80e9, macs_per_cycle=_INT8_FP16, hbm_bytes_per_second=1.6e12, l2_bytes_per_second=24 * 110 * 1.80e9,
+    gm_l1=110, gm_ub=64, ub_gm=64, l0c_gm=86, l0c_ub=256, ub_l1=128, l1_l0a=512, l1_l0b=256,
+)  # fmt: skip
+A3_SPEED = Speed(
+    clock_hz=1.85e9, macs_per_cycle=_INT8_FP16, hbm_bytes_per_second=1.6e12, l2_bytes_per_second=24 * 110 * 1.85e9,
+    gm_l1=110, gm_ub=64, ub_gm=64, l0c_gm=86, l0c_ub=256, ub_l1=128, l1_l0a=512, l1_l0b=256,
+)  # fmt: skip
+A5_SPEED = Speed(
+    clock_hz=1.65e9, macs_per_cycle={**_INT8_FP16, "f8E4M3FN": 8192, "f8E5M2": 8192},
+    hbm_bytes_per_second=32 * 31 * 1.65e9, l2_bytes_per_second=32 * 100 * 1.65e9,
+    gm_l1=100, gm_ub=100, ub_gm=42, l0c_gm=100, l0c_ub=128, ub_l1=128, l1_l0a=256, l1_l0b=256,
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Family:
     """What kernels and caches need to know of a device family.
@@ -55,26 +120,31 @@ class Family:
     """Instruction set of the cores, which decides compiler and device library; "" where there is no offline compile."""
     target: str = ""
     """The chip that an offline compile is for."""
+    speed: Speed | None = None
+    """What the cost model counts with; None where there is no offline compile."""
     soc_prefixes: tuple[str, ...] = field(default=())
 
 
 A2 = Family(
     name="a2", title="Atlas A2 (910B)", cube_cores=24, vector_cores=48,
     ub_bytes=192 * KiB, l1_bytes=512 * KiB, l0c_bytes=128 * KiB, dot_rows=16,
-    fp8=False, row_operands=False, mixed_kernels=True, vector_sort=True, row_format=RowFormat.PLAIN, index_format="int8",
-    arch="c220", target="Ascend910B2", soc_prefixes=("Ascend910B",),
+    fp8=False, row_operands=False, mixed_kernels=True, vector_sort=True,
+    row_format=RowFormat.PLAIN, index_format="int8",
+    arch="c220", target="Ascend910B2", speed=A2_SPEED, soc_prefixes=("Ascend910B",),
 )  # fmt: skip
 A3 = Family(
     name="a3", title="Atlas A3 (910C)", cube_cores=24, vector_cores=48,
     ub_bytes=192 * KiB, l1_bytes=512 * KiB, l0c_bytes=128 * KiB, dot_rows=16,
-    fp8=False, row_operands=False, mixed_kernels=True, vector_sort=True, row_format=RowFormat.PLAIN, index_format="int8",
-    arch="c220", target="Ascend910_9391", soc_prefixes=("Ascend910_93",),
+    fp8=False, row_operands=False, mixed_kernels=True, vector_sort=True,
+    row_format=RowFormat.PLAIN, index_format="int8",
+    arch="c220", target="Ascend910_9391", speed=A3_SPEED, soc_prefixes=("Ascend910_93",),
 )  # fmt: skip
 A5 = Family(
     name="a5", title="Atlas A5 (950)", cube_cores=32, vector_cores=64,
     ub_bytes=248 * KiB, l1_bytes=512 * KiB, l0c_bytes=256 * KiB, dot_rows=16,
-    fp8=True, row_operands=False, mixed_kernels=False, vector_sort=True, row_format=RowFormat.RECORD, index_format="e4m3",
-    arch="c310", target="Ascend950PR_9589", soc_prefixes=("Ascend950", "Ascend910_95"),
+    fp8=True, row_operands=False, mixed_kernels=False, vector_sort=True,
+    row_format=RowFormat.RECORD, index_format="e4m3",
+    arch="c310", target="Ascend950PR_9589", speed=A5_SPEED, soc_prefixes=("Ascend950", "Ascend910_95"),
 )  # fmt: skip
 HOST = Family(
     name="host", title="development host (CPU)", cube_cores=os.cpu_count() or 1, vector_cores=os.cpu_count() or 1,

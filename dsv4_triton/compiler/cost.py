@@ -1,7 +1,7 @@
 """Exact static facts of a kernel launch from its final HIVM, and a time estimate from them.
 
-    facts = count(result.hivm, A2, launch.grid, arguments)
-    estimate = estimate_time(facts, A2)
+    facts = count(result.hivm, A2, launch.grid, arguments_of(launch))
+    estimate(facts, A2, minimum)
 
 `count` evaluates the scalar code of every program with the launch's real arguments and counts what each program makes
 the cube, the vector units and the transfer engines do. Nothing is measured: docs/cost_model.md says what is assumed.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -19,92 +18,20 @@ import numpy as np
 import torch
 
 from dsv4_triton.compiler.cost_emit import Emitter, Program, identifier, namespace
+from dsv4_triton.compiler.cost_estimate import Estimate, Work, estimate
 from dsv4_triton.compiler.cost_exec import Machine
+from dsv4_triton.compiler.cost_facts import Core, Counts, Facts
 from dsv4_triton.compiler.cost_ir import CostError, Function, Kernel
 from dsv4_triton.compiler.cost_ops import Counter, Key
 from dsv4_triton.compiler.cost_rules import Rules
 from dsv4_triton.compiler.cost_slice import Slice
 from dsv4_triton.device import Family
 
+__all__ = ["Counts", "Estimate", "Facts", "Work", "arguments_of", "count", "estimate"]
+
 _EVALUATION_BUDGET = 2_000_000
 """Loop iterations that are evaluated before programs are sampled."""
 _MIN_SAMPLE = 4
-
-
-class Counts(dict[Key, int]):
-    """Counts by (kind, name); the kinds are listed in `cost_ops`. A key that is absent counts zero."""
-
-    def __missing__(self, key: Key) -> int:
-        return 0
-
-    def total(self, kind: str) -> int:
-        return sum(number for (k, _), number in self.items() if k == kind)
-
-    def by(self, kind: str) -> dict[str, int]:
-        """Name -> count of one kind."""
-        return {name: number for (k, name), number in sorted(self.items()) if k == kind}
-
-
-@dataclass(frozen=True)
-class Core:
-    """Counts of one kind of core: a row per evaluated program, over `keys`."""
-
-    keys: tuple[Key, ...]
-    rows: np.ndarray
-
-    def program(self, row: int) -> Counts:
-        return Counts({k: int(n) for k, n in zip(self.keys, self.rows[row]) if n})
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What a launch does. Core kinds: "aic" (cube), "aiv" (vector) or, in a mixed kernel, "aiv0" and "aiv1".
-
-    blocks: numbers of the evaluated programs; all rows of `cores` follow this order. One row for all programs where
-    none differs from another; fewer than `programs` where a large grid is sampled (totals are then scaled).
-    argument_bytes: sizes of the tensor arguments by name.
-    unrolled: items that cube and vector cores of a mixed kernel pipeline, 0 for none.
-    assumed: decisions on values that could not be known, with how often. unsupported: operations that are not counted.
-    """
-
-    programs: int
-    blocks: tuple[int, ...]
-    cores: dict[str, Core]
-    argument_bytes: dict[str, int]
-    workspace_bytes: int
-    unrolled: int
-    one_vector_core: bool
-    uniform: bool
-    assumed: dict[str, int] = field(default_factory=dict)
-    unsupported: tuple[str, ...] = ()
-
-    @property
-    def mixed(self) -> bool:
-        return "aic" in self.cores and len(self.cores) > 1
-
-    @property
-    def sampled(self) -> bool:
-        return not self.uniform and len(self.blocks) < self.programs
-
-    def program(self, block: int, core: str) -> Counts:
-        """Counts of one evaluated program on one core; `KeyError` where that program was not evaluated."""
-        if self.uniform and 0 <= block < self.programs:
-            return self.cores[core].program(0)
-        if block not in self.blocks:
-            raise KeyError(f"program {block} was not evaluated")
-        return self.cores[core].program(self.blocks.index(block))
-
-    def launch(self, core: str | None = None) -> Counts:
-        """Counts of the whole launch on one kind of core, or on all."""
-        result = Counts()
-        for name in self.cores if core is None else [core]:
-            part = self.cores[name]
-            total = part.rows.sum(axis=0)
-            for key, number in zip(part.keys, total):
-                scaled = int(number) * self.programs // len(self.blocks)
-                if scaled:
-                    result[key] = result[key] + scaled
-        return result
 
 
 class _Compiled:

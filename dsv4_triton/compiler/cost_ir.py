@@ -1,17 +1,15 @@
 """Final HIVM text as functions of operations: what `cost` counts in.
 
-The text is the module that the HIVM compilers print before `convert-hivm-to-std`: buffers planned, synchronisation
-inserted. It may be in MLIR's pretty or generic form; the pretty form goes through the compilers' own `bishengir-opt`.
+The text is the module in MLIR's generic form that the HIVM compilers print before `convert-hivm-to-std`: buffers are
+planned, synchronisation is inserted.
 """
 
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 from dsv4_triton.compiler import mlir
 from dsv4_triton.compiler.mlir import Op
@@ -124,7 +122,7 @@ class Kernel:
     """The device functions of a kernel's module: one entry per kind of core, and the vector functions they call."""
 
     def __init__(self, text: str):
-        self.module = mlir.parse(_generic(text))
+        self.module = mlir.parse(_last_module(text))
         self.entries: dict[str, Function] = {}
         self.vector: dict[str, Function] = {}
         for op in self.module.functions:
@@ -166,21 +164,14 @@ def _int_attr(op: Op, name: str) -> int:
     return int(value[0]) if value else 0
 
 
-def _generic(text: str) -> str:
-    """The last module of the text, in generic form (a compiler that retries prints several)."""
+def _last_module(text: str) -> str:
+    """The last module of the text (a compiler that retries prints several)."""
     starts = [m.end() for m in re.finditer(r"^// -----// IR Dump [^\n]*\n", text, re.MULTILINE)]
     if starts:
         text = text[starts[-1] :]
-    if '"builtin.module"' in text:
-        return text
-    import ascendnpuir
-
-    tool = "bishengir-opt-a5" if "dav-c310" in text or "ave.hir" in text else "bishengir-opt"
-    command = [str(Path(ascendnpuir.__file__).parent / "bin" / tool), "--mlir-print-op-generic", "-"]
-    result = subprocess.run(command, input=text, capture_output=True, text=True)
-    if result.returncode != 0:
-        raise CostError(f"{tool} cannot read the HIVM text: {result.stderr.strip()[:500]}")
-    return result.stdout
+    if '"builtin.module"' not in text:
+        raise CostError("no HIVM in MLIR's generic form")
+    return text
 
 
 # Affine maps: "(d0)[s0] -> ((-d0 + s0) ceildiv 64, 4)".

@@ -53,6 +53,7 @@ _FREE = {
     "get_block_num", "bitcast",
 }  # fmt: skip
 _FREE_DIALECTS = ("memref.", "builtin.", "vector.bitcast", "annotation.")
+SCALAR_DIALECTS = ("arith.", "affine.", "math.", "hivm.hir.get_block_idx", "hivm.hir.get_sub_block_idx")
 _FREE_ARITH = {"constant", "index_cast", "index_castui", "extsi", "extui", "trunci", "bitcast"}
 _DIVISIONS = {"divsi", "divui", "remsi", "remui", "floordivsi", "ceildivsi", "divf"}
 _FRACTAL_K_BYTES = 32
@@ -168,11 +169,14 @@ class Counter:
         if dialect in ("arith", "math"):
             if name in _FREE_ARITH:
                 return Count()
-            return Count({("scalar", "div" if name in _DIVISIONS or dialect == "math" else "alu"): 1})
+            divides = name in _DIVISIONS and not self._power_of_two(op.operands[1])
+            return Count({("scalar", "div" if divides or dialect == "math" else "alu"): 1})
         if dialect == "affine":
             text = op.props.get("map") or ""
-            divisions = len(re.findall(r"floordiv|ceildiv|mod", text))
-            return Count({("scalar", "alu"): text.count("+") + text.count("*") + 1, ("scalar", "div"): divisions})
+            divisors = re.findall(r"(?:floordiv|ceildiv|mod) (\w+)", text)
+            divisions = sum(not d.isdigit() or bool(int(d) & (int(d) - 1)) for d in divisors)
+            alu = len(re.findall(r"[+*]", text)) + len(divisors) - divisions + 1
+            return Count({("scalar", "alu"): alu, **({("scalar", "div"): divisions} if divisions else {})})
         if op.name == "scf.for":
             return Count()
         if op.name == "func.call" and "hivm.vector_function" in op.attrs:
@@ -180,6 +184,10 @@ class Counter:
         if dialect in ("scf",) or op.name in ("func.return",) or op.name.startswith(_FREE_DIALECTS):
             return Count()
         return Count({("unsupported", op.name): 1})
+
+    def _power_of_two(self, value: str) -> bool:
+        number = self._entry((value, "v"))
+        return isinstance(number, int) and number > 0 and not number & (number - 1)
 
     def _hivm(self, op: Op, name: str, in_loop: bool) -> Count:
         if name in _TRANSFERS:

@@ -9,7 +9,7 @@ planned addresses are shared by buffers that are not alive together.
 from __future__ import annotations
 
 from dsv4_triton.compiler.cost_ir import Function
-from dsv4_triton.compiler.cost_ops import Count, Counter
+from dsv4_triton.compiler.cost_ops import SCALAR_DIALECTS, Count, Counter
 from dsv4_triton.compiler.cost_rules import Facet, element_address
 from dsv4_triton.compiler.mlir import Op
 
@@ -71,7 +71,7 @@ class Slice:
         self._writers: dict[str, list[Op]] = {}
         self._live: set[str] = set()
         self._todo: list[Facet] = []
-        self._count_all(function.op, counter, False)
+        self._count_all(function.op, counter, False, {})
         self._alias()
         self._start()
         while self._todo:
@@ -81,12 +81,23 @@ class Slice:
         }
         """Loops whose iterations may count differently."""
 
-    def _count_all(self, op: Op, counter: Counter, in_loop: bool) -> None:
+    def _count_all(self, op: Op, counter: Counter, in_loop: bool, same: dict[str, str]) -> None:
+        """Counts of everything inside an operation; scalar code that repeats an earlier result counts nothing.
+
+        same: a value or the text of a scalar expression, and the first value that is the same.
+        """
         for region in op.regions:
             for block in region:
+                known = dict(same)
                 for child in block.ops:
-                    self.counts[id(child)] = counter.count(child, in_loop)
-                    self._count_all(child, counter, in_loop or child.name in ("scf.for", "scf.while"))
+                    repeats = False
+                    if child.name.startswith(SCALAR_DIALECTS):
+                        operands = [known.get(v, v) for v in child.operands]
+                        text = f"{child.name} {operands} {sorted(child.props.items())} {child.result_types}"
+                        repeats = text in known
+                        known[child.result] = known.setdefault(text, child.result)
+                    self.counts[id(child)] = Count() if repeats else counter.count(child, in_loop)
+                    self._count_all(child, counter, in_loop or child.name in ("scf.for", "scf.while"), known)
 
     def _need(self, facet: Facet) -> None:
         if facet not in self.needed:
