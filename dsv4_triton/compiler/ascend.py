@@ -96,10 +96,10 @@ def _job(
     chosen = options if isinstance(options, Options) else Options.of(options or {})
     flags = chosen.flags(family)
     tools = tools_for(family.arch)
-    more = [cache.toolchain(*_SOURCES), family.name, *flags, repr(chosen.frontend(family)), str(tools.compiler)]
-    if tools.hivmc is not None:
-        state = tools.hivmc.stat()
-        more.append(f"{tools.hivmc} {state.st_size} {state.st_mtime_ns}")
+    more = [cache.toolchain(*_SOURCES), family.name, *flags, repr(chosen.frontend(family))]
+    for file in filter(None, (tools.compiler, tools.hivmc)):
+        state = file.stat()
+        more.append(f"{file} {state.st_size} {state.st_mtime_ns}")
     return _Job(kernel, signature, chosen, family, tools, seconds, cache.key(kernel, signature, more))
 
 

@@ -150,7 +150,7 @@ def _library(path: Path) -> frozenset[str]:
 
 def called_functions(module: str) -> list[tuple[str, str]]:
     """(name, core) of the functions that a lowered kernel calls and does not define, in generic MLIR text."""
-    declaration = r'sym_name = "([\w.$]+)", sym_visibility = "private"}> \({\s*}\) {([^\n]*)}'
+    declaration = r'sym_name = "([\w.$]+)", sym_visibility = "private"}> \({\s*}\)([^\n]*)'
     calls = []
     for name, attributes in re.findall(declaration, module):
         core = re.search(r"func_core_type<(\w+)>", attributes)

@@ -179,6 +179,8 @@ def accesses(op: Op) -> tuple[list[str], list[str]]:
         return [], op.operands[1:2]
     if op.name in _VIEWS or op.name.startswith(("arith.", "scf.", "affine.", "func.return")):
         return [], []
+    if op.name == "hivm.hir.varange":  # the target comes first
+        return [], op.operands
     if op.name == "hivm.hir.mmadL1":
         parts = op.segments()
         return parts[0] + parts[1], [value for part in parts[2:] for value in part]
