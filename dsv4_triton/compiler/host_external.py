@@ -1,6 +1,7 @@
 """Operations that the adapter leaves to the device's library: sort, scans, gather, flip, histogram.
 
-Each becomes loops on buffers: the operand's buffer is read, a new buffer is written and handed back as a tensor.
+Each becomes loops: elements of the operand are read, a new buffer is written and handed back as a tensor. The operand
+stays a tensor: were its buffer taken here, bufferization would not see these reads and could reuse the buffer before.
 """
 
 from __future__ import annotations
@@ -40,12 +41,11 @@ def lower(builder: Builder, op: Op, definitions: dict[str, Op]) -> None:
     lowering[name](builder, op, constants)
 
 
-def _source(builder: Builder, op: Op, index: int) -> tuple[str, str, Shaped]:
-    kind = Shaped.parse(op.types[index])
-    assert kind is not None
-    memref = str(kind.of(kind="memref"))
-    value = builder.op("bufferization.to_memref", [(op.operands[index], op.types[index])], memref, {"read_only": None})
-    return value, memref, kind
+def _source(op: Op, index: int) -> tuple[str, str, Shaped]:
+    """An operand, its tensor type, and that type taken apart."""
+    shape = Shaped.parse(op.types[index])
+    assert shape is not None
+    return op.operands[index], op.types[index], shape
 
 
 def _finish(builder: Builder, op: Op, memref: str, kind: str) -> None:
@@ -62,8 +62,8 @@ def _output(builder: Builder, op: Op) -> tuple[str, str]:
 
 def _scan(builder: Builder, op: Op, constants: list[int], what: str) -> None:
     axis, reverse = constants
-    source, kind, shape = _source(builder, op, 0)
-    target, _ = _output(builder, op)
+    source, kind, shape = _source(op, 0)
+    target, target_kind = _output(builder, op)
     element = shape.element
     combine = f"{what}{'f' if element[0] in 'fb' else 'i'}"
     length = shape.shape[axis]
@@ -74,26 +74,27 @@ def _scan(builder: Builder, op: Op, constants: list[int], what: str) -> None:
 
     def first(inner: Builder, i: list[str]) -> None:
         place = [*i[:axis], inner.index(length - 1 if reverse else 0), *i[axis:]]
-        inner.store(inner.load(source, kind, place), target, kind, place)
+        inner.store(inner.load(source, kind, place), target, target_kind, place)
 
     def step(inner: Builder, i: list[str]) -> None:
         one = inner.index(1)
         now = inner.binary("addi", i[axis], one, "index")
         here = [*i[:axis], at(inner, now), *i[axis + 1 :]]
         previous = [*i[:axis], at(inner, i[axis]), *i[axis + 1 :]]
-        total = inner.binary(combine, inner.load(target, kind, previous), inner.load(source, kind, here), element)
-        inner.store(total, target, kind, here)
+        sofar, value = inner.load(target, target_kind, previous), inner.load(source, kind, here)
+        total = inner.binary(combine, sofar, value, element)
+        inner.store(total, target, target_kind, here)
 
     builder.loops([*order[:axis], *order[axis + 1 :]], first)
     order[axis] -= 1
     builder.loops(order, step)
-    _finish(builder, op, target, kind)
+    _finish(builder, op, target, target_kind)
 
 
 def _gather(builder: Builder, op: Op, constants: list[int]) -> None:
     (axis,) = constants
-    source, kind, _ = _source(builder, op, 0)
-    indices, index_kind, index_shape = _source(builder, op, 1)
+    source, kind, _ = _source(op, 0)
+    indices, index_kind, index_shape = _source(op, 1)
     target, target_kind = _output(builder, op)
 
     def body(inner: Builder, i: list[str]) -> None:
@@ -108,20 +109,20 @@ def _gather(builder: Builder, op: Op, constants: list[int]) -> None:
 
 def _flip(builder: Builder, op: Op, constants: list[int]) -> None:
     (axis,) = constants
-    source, kind, shape = _source(builder, op, 0)
-    target, _ = _output(builder, op)
+    source, kind, shape = _source(op, 0)
+    target, target_kind = _output(builder, op)
 
     def body(inner: Builder, i: list[str]) -> None:
         mirrored = inner.binary("subi", inner.index(shape.shape[axis] - 1), i[axis], "index")
-        inner.store(inner.load(source, kind, [*i[:axis], mirrored, *i[axis + 1 :]]), target, kind, i)
+        inner.store(inner.load(source, kind, [*i[:axis], mirrored, *i[axis + 1 :]]), target, target_kind, i)
 
     builder.loops(list(shape.shape), body)
-    _finish(builder, op, target, kind)
+    _finish(builder, op, target, target_kind)
 
 
 def _histogram(builder: Builder, op: Op) -> None:
-    source, kind, shape = _source(builder, op, 0)
-    mask = _source(builder, op, 1) if len(op.operands) > 1 else None
+    source, kind, shape = _source(op, 0)
+    mask = _source(op, 1) if len(op.operands) > 1 else None
     target, target_kind = _output(builder, op)
     result = Shaped.parse(target_kind)
     assert result is not None
@@ -155,7 +156,7 @@ def _sort(builder: Builder, op: Op, constants: list[int]) -> None:
     order in which -0 < +0 and NaN is larger than everything, so that ties and NaN cannot break the network.
     """
     axis, descending = constants
-    source, kind, shape = _source(builder, op, 0)
+    source, kind, shape = _source(op, 0)
     length = shape.shape[axis]
     if axis != len(shape.shape) - 1 or length & (length - 1):
         raise KernelCompileError(

@@ -405,10 +405,12 @@ class Builder:
     def select(self, condition: str, a: str, b: str, kind: str) -> str:
         return self.op("arith.select", [(condition, "i1"), (a, kind), (b, kind)], kind)
 
-    def load(self, memref: str, kind: str, indices: list[str]) -> str:
+    def load(self, source: str, kind: str, indices: list[str]) -> str:
+        """An element of a memref or of a tensor."""
         shaped = Shaped.parse(kind)
         assert shaped is not None
-        return self.op("memref.load", [(memref, kind), *((i, "index") for i in indices)], shaped.element)
+        name = "tensor.extract" if kind.startswith("tensor<") else "memref.load"
+        return self.op(name, [(source, kind), *((i, "index") for i in indices)], shaped.element)
 
     def store(self, value: str, memref: str, kind: str, indices: list[str]) -> None:
         shaped = Shaped.parse(kind)

@@ -371,3 +371,13 @@ def atomic_exchange(x, y, o):
     p = tl.program_id(0)
     tl.store(o + 2 * p, tl.atomic_cas(x, p, p + 1))
     tl.store(o + 2 * p + 1, tl.atomic_xchg(y, p + 10))
+
+
+@triton.jit
+def gather_of_a_value_used_before(x, o, N: tl.constexpr):
+    p = tl.arange(0, N)
+    value = tl.load(x + p)
+    order = tl.where(value > 0.0, N - p, 0).to(tl.float32)
+    order = N - tl.sort(order, descending=True)
+    at = tl.minimum(order, N - 1.0).to(tl.int32)
+    tl.store(o + p, tl.where(order < N, tl.gather(value, at, 0), 0.0))

@@ -235,6 +235,14 @@ def test_sort_puts_nan_last():
     assert o[0, 15].isnan()
 
 
+def test_gather_reads_a_value_that_nothing_overwrote():
+    """The value's buffer is free for what is computed from it only after the gather."""
+    x, o = torch.randn(64), torch.empty(64)
+    k.gather_of_a_value_used_before[(1,)](x, o, 64)
+    positive = x[x > 0]
+    assert_equal(o, torch.cat((positive, torch.zeros(64 - len(positive)))))
+
+
 def test_gather_within_a_tile_and_histogram():
     x, index = torch.rand(8, 16), torch.randint(0, 16, (8, 16), dtype=torch.int32)
     o = torch.empty_like(x)
