@@ -6,8 +6,8 @@ Release 3.2.0 hangs them on `triton.language`; later releases keep them in an ex
 import triton.language as tl
 
 try:
-    from triton.language.extra.cann.extension import extract_slice
+    from triton.language.extra.cann.extension import extract_slice, get_element
 except ImportError:
-    extract_slice = tl.extract_slice
+    extract_slice, get_element = tl.extract_slice, tl.get_element
 
-__all__ = ["extract_slice"]
+__all__ = ["extract_slice", "get_element"]

@@ -7,10 +7,12 @@ scores [T, N] fp32 -> [T, k] int32. A level of the tree selects the k best of ev
 in index order, are the entries of the next level, until one tile is left. That is exact: an entry among the k best of
 the row is among the k best of its tile.
 
-In a tile the k-th largest value is found by bisection over fp32 values in the order of their bits, at most 32 counts
-and stopping as soon as a count equals k. If the k-th value has equals beyond k, a bisection over the position finds
-where to cut them. The selected entries are then compacted by their rank. All comparisons are of fp32 values: integer
-comparisons are scalar code on A2 and A3.
+In a tile the k-th largest value is read from the sorted tile. The entries above it and those equal to it are then
+brought to the front by sorting their positions, and the first k of these positions are sorted once more. Where sorting
+is not one instruction, the k-th value is found by bisection over fp32 values in the order of their bits, at most 32
+counts and stopping as soon as a count equals k; if it has equals beyond k, a bisection over the position finds where to
+cut them; the selected entries are stored at their rank. All comparisons are of fp32 values: integer comparisons are
+scalar code on A2 and A3.
 
 Grid: one program per vector core at most, persistent over (row, tile). UB bytes: about 6 * 4 * TILE. Families: all.
 Source: docs/model.md, section 6 (tie rule).
@@ -22,7 +24,8 @@ import triton.language as tl
 
 from dsv4_triton.device import family_of
 from dsv4_triton.kernels._checks import check_tensor, output
-from dsv4_triton.kernels._lang import extract_slice
+from dsv4_triton.kernels._lang import extract_slice, get_element
+from dsv4_triton.kernels._workspace import Part, carve, workspace_bytes
 
 OP = "indexer_topk"
 MAX_K = 2048
@@ -42,7 +45,21 @@ def _count(selected):
 
 
 @triton.jit
-def _select(x, position, K: tl.constexpr, TILE: tl.constexpr):
+def _best_by_sort(x, left, K: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    """Positions [WIDTH] fp32 of the K best of `x [TILE]` in ascending order, then TILE. `left` is TILE - position."""
+    ordered = tl.sort(tl.where(x == x, x, float("-inf")), descending=True)
+    kth = get_element(ordered, (K - 1,))
+    # What is above the k-th value comes first, then what equals it, each by position.
+    order = tl.where(x > kth, left + TILE, tl.where(x == kth, left, 0.0))
+    order = extract_slice(tl.sort(order, descending=True), (0,), (WIDTH,), (1,))
+    if K < WIDTH:
+        order = tl.where(tl.arange(0, WIDTH).to(tl.float32) < K, order, 0.0)
+    order = tl.where(order > TILE, order - TILE, order)
+    return TILE - tl.sort(order, descending=True)
+
+
+@triton.jit
+def _best_by_bisection(x, position, K: tl.constexpr, TILE: tl.constexpr):
     """Which of the values `x [TILE]` are the K best; NaN is never one. `position` is 0..TILE-1 as fp32."""
     NEGATIVE_INF: tl.constexpr = -2139095041
     ABOVE_INF: tl.constexpr = 2139095041
@@ -99,6 +116,7 @@ def _indexer_topk_kernel(
     LAST: only ids are written. WIDTH is K rounded up to a power of two.
     """
     position = tl.arange(0, TILE)
+    left = (TILE - position).to(tl.float32)
     rank = tl.arange(0, WIDTH)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         row = item // tiles
@@ -111,11 +129,8 @@ def _indexer_topk_kernel(
         if count > 0:
             source = tl.cast(row, tl.int64) * row_stride + base
             x = tl.load(scores_ptr + source + position, mask=position < count, other=float("nan"))
-            place = position.to(tl.float32)
-            selected = _select(x, place, K, TILE)
             if BY_SORT:
-                order = tl.sort(tl.where(selected, TILE - place, 0.0), descending=True)
-                order = TILE - extract_slice(order, (0,), (WIDTH,), (1,))
+                order = _best_by_sort(x, left, K, WIDTH, TILE)
                 present = order < TILE
                 order = tl.minimum(order, TILE - 1.0, propagate_nan=tl.PropagateNan.ALL).to(tl.int32)
                 chosen = order + base
@@ -127,6 +142,7 @@ def _indexer_topk_kernel(
                     kept = tl.where(present, tl.gather(x, order, 0), float("nan"))
                     tl.store(best_scores_ptr + best + rank, kept, mask=rank < K)
             else:
+                selected = _best_by_bisection(x, position.to(tl.float32), K, TILE)
                 order = tl.cumsum(selected.to(tl.int32), axis=0)
                 found = tl.max(order, axis=0)
                 chosen = position + base
@@ -149,12 +165,39 @@ def _tile(entries: int, width: int) -> int:
     return max(width, min(MAX_TILE, triton.next_power_of_2(entries)))
 
 
-def indexer_topk(scores: torch.Tensor, n_vis: torch.Tensor, k: int, *, out: torch.Tensor | None = None) -> torch.Tensor:
+def _levels(entries: int, k: int) -> list[int]:
+    """Entries of a row at each level of the tree."""
+    width = triton.next_power_of_2(k)
+    levels = [entries]
+    while (tiles := triton.cdiv(entries, _tile(entries, width))) > 1:
+        entries = tiles * k
+        levels.append(entries)
+    return levels
+
+
+def _scratch(tokens: int, levels: list[int]) -> list[Part]:
+    """Ids and scores of each level that reads those of another."""
+    return [((tokens, entries), dtype) for entries in levels[1:] for dtype in (torch.int32, torch.float32)]
+
+
+def indexer_topk_workspace(tokens: int, entries: int, k: int) -> int:
+    """Bytes of scratch that `indexer_topk` takes at most for up to `tokens` rows of up to `entries` scores."""
+    return workspace_bytes(_scratch(tokens, _levels(entries, k)))
+
+
+def indexer_topk(
+    scores: torch.Tensor,
+    n_vis: torch.Tensor,
+    k: int,
+    *,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Indices [T, k] int32 of the k best of the first `n_vis[t]` entries of scores [T, N] fp32 (rows of any stride).
 
     Higher score first, equal scores by lower index, NaN never; the indices stand in ascending order, followed by -1.
-    k is 1 to 2048. Rows longer than 4,096 entries take scratch of 8 bytes per k entries of each tile.
-    TypeError or ValueError names the argument that does not fit.
+    k is 1 to 2048. Rows longer than 4,096 entries take scratch of 8 bytes per k entries of each tile: `workspace`,
+    `indexer_topk_workspace` bytes, uint8. TypeError or ValueError names the argument that does not fit.
     """
     check_tensor(OP, "scores", scores, (None, None), torch.float32, layout="rows")
     tokens, entries = scores.shape
@@ -168,14 +211,13 @@ def indexer_topk(scores: torch.Tensor, n_vis: torch.Tensor, k: int, *, out: torc
         return out.fill_(-1)
     family = family_of(scores.device.type)
     width = triton.next_power_of_2(k)
+    levels = _levels(entries, k)
+    results = [*carve(OP, workspace, scores.device, _scratch(tokens, levels)), out, scores]
     ids = out
-    first = True
-    while True:
+    for level, entries in enumerate(levels):
         tile = _tile(entries, width)
         tiles = triton.cdiv(entries, tile)
-        last = tiles == 1
-        best_ids = out if last else torch.empty(tokens, tiles * k, dtype=torch.int32, device=scores.device)
-        best_scores = scores if last else torch.empty(tokens, tiles * k, dtype=torch.float32, device=scores.device)
+        best_ids, best_scores = results[2 * level : 2 * level + 2]
         items = tokens * tiles
         _indexer_topk_kernel[(min(items, family.vector_cores),)](
             scores,
@@ -190,10 +232,9 @@ def indexer_topk(scores: torch.Tensor, n_vis: torch.Tensor, k: int, *, out: torc
             K=k,
             WIDTH=width,
             TILE=tile,
-            FIRST=first,
-            LAST=last,
+            FIRST=level == 0,
+            LAST=tiles == 1,
             BY_SORT=family.vector_sort,
         )
-        if last:
-            return out
-        scores, ids, entries, first = best_scores, best_ids, tiles * k, False
+        scores, ids = best_scores, best_ids
+    return out

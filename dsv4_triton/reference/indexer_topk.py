@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 
 
-def indexer_topk(scores: torch.Tensor, n_vis: torch.Tensor, k: int, *, out: torch.Tensor | None = None) -> torch.Tensor:
+def indexer_topk(
+    scores: torch.Tensor,
+    n_vis: torch.Tensor,
+    k: int,
+    *,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Indices [T, k] int32 of the k best of the first `n_vis[t]` entries of scores [T, N] fp32.
 
     Higher score first, equal scores (-0.0 equals 0.0) by lower index; NaN is never selected, -inf is the lowest score.
