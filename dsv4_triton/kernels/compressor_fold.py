@@ -74,6 +74,46 @@ def _fold_window(
     return entry / total
 
 
+@triton.jit
+def fold_entry(
+    state_ptr, table_ptr, position, block_stride, weight, cos_sin_ptr, eps, dtype: tl.constexpr,
+    ROWS: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The entry of the window that closes at `position`: (normed features [DIM / 64, 64] rounded to `dtype`, of which
+    the last group is not rotated, and the rotated halves of that group [1, 32] twice); all fp32."""
+    GROUPS: tl.constexpr = DIM // 64
+    entry = _fold_window(state_ptr, table_ptr, position, block_stride, ROWS, RATIO, OVERLAP, DIM, CHUNK)
+    entry = entry.to(dtype).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(entry * entry, axis=0) * (1.0 / DIM) + eps)
+    groups = tl.reshape((entry * scale * weight).to(dtype).to(tl.float32), (GROUPS, 64))
+    cos, sin = load_cos_sin(cos_sin_ptr, position + 1 - RATIO, False)
+    a = extract_slice(groups, (GROUPS - 1, 0), (1, HALF), (1, 1))
+    b = extract_slice(groups, (GROUPS - 1, HALF), (1, HALF), (1, 1))
+    a, b = rotate(a, b, cos[None, :], sin[None, :])
+    return groups, a, b
+
+
+@triton.jit
+def store_entry(
+    result_ptr, byte_ptr, offset, groups, a, b, DIM: tl.constexpr, RECORD: tl.constexpr, FAKE_QUANT: tl.constexpr
+):
+    """Store what `fold_entry` returned at `offset` of the result."""
+    GROUPS: tl.constexpr = DIM // 64
+    dtype = result_ptr.dtype.element_ty
+    if RECORD:
+        store_record(result_ptr, byte_ptr, offset, groups, tl.reshape(a, (HALF,)), tl.reshape(b, (HALF,)))
+    else:
+        if FAKE_QUANT:
+            groups = fp8_sim64(groups)
+        plain = extract_slice(groups, (0, 0), (GROUPS - 1, 64), (1, 1))
+        target = result_ptr + offset
+        lane = tl.arange(0, HALF)[None, :]
+        cell = tl.arange(0, GROUPS - 1)[:, None] * 64 + tl.arange(0, 64)[None, :]
+        tl.store(target + cell, plain.to(dtype))
+        tl.store(target + (DIM - 64) + lane, a.to(dtype))
+        tl.store(target + (DIM - 32) + lane, b.to(dtype))
+
+
 @triton.jit(do_not_specialize=["tokens", "table_stride"])
 def _compressor_fold_kernel(
     state_ptr,
@@ -104,9 +144,7 @@ def _compressor_fold_kernel(
 
     `result_stride` and RESULT_WIDTH, the width of a row, are in elements, or in bytes for records.
     """
-    GROUPS: tl.constexpr = DIM // 64
-    dtype = result_ptr.dtype.element_ty
-    lane = tl.arange(0, HALF)[None, :]
+    dtype: tl.constexpr = result_ptr.dtype.element_ty
     weight = tl.load(weight_ptr + tl.arange(0, DIM)).to(tl.float32)
     share = tl.cdiv(tokens, tl.num_programs(0))
     begin = tl.program_id(0) * share
@@ -115,29 +153,20 @@ def _compressor_fold_kernel(
         if slot >= 0:
             position = tl.load(positions_ptr + token)
             table = table_ptr + tl.load(token_req_ptr + token).to(tl.int64) * table_stride
-            entry = _fold_window(state_ptr, table, position, block_stride, ROWS, RATIO, OVERLAP, DIM, CHUNK)
-            entry = entry.to(dtype).to(tl.float32)
-            scale = tl.rsqrt(tl.sum(entry * entry, axis=0) * (1.0 / DIM) + eps)
-            groups = tl.reshape((entry * scale * weight).to(dtype).to(tl.float32), (GROUPS, 64))
-            cos, sin = load_cos_sin(cos_sin_ptr, position + 1 - RATIO, False)
-            a = extract_slice(groups, (GROUPS - 1, 0), (1, HALF), (1, 1))
-            b = extract_slice(groups, (GROUPS - 1, HALF), (1, HALF), (1, 1))
-            a, b = rotate(a, b, cos[None, :], sin[None, :])
+            groups, a, b = fold_entry(
+                state_ptr, table, position, block_stride, weight, cos_sin_ptr, eps, dtype,
+                ROWS, RATIO, OVERLAP, DIM, CHUNK,
+            )  # fmt: skip
             if RESULT_ROWS > 0:
                 offset = (slot // RESULT_ROWS).to(tl.int64) * result_stride + (slot % RESULT_ROWS) * RESULT_WIDTH
             else:
                 offset = tl.cast(token, tl.int64) * RESULT_WIDTH
-            if RECORD:
-                store_record(result_ptr, byte_ptr, offset, groups, tl.reshape(a, (HALF,)), tl.reshape(b, (HALF,)))
-            else:
-                if FAKE_QUANT:
-                    groups = fp8_sim64(groups)
-                plain = extract_slice(groups, (0, 0), (GROUPS - 1, 64), (1, 1))
-                target = result_ptr + offset
-                cell = tl.arange(0, GROUPS - 1)[:, None] * 64 + tl.arange(0, 64)[None, :]
-                tl.store(target + cell, plain.to(dtype))
-                tl.store(target + (DIM - 64) + lane, a.to(dtype))
-                tl.store(target + (DIM - 32) + lane, b.to(dtype))
+            store_entry(result_ptr, byte_ptr, offset, groups, a, b, DIM, RECORD, FAKE_QUANT)
+
+
+def chunk_rows(rows: int, ratio: int) -> int:
+    """Rows of the state that are folded at once, for pages of `rows` rows."""
+    return math.gcd(rows, ratio, MAX_CHUNK_ROWS)
 
 
 def compressor_fold(
@@ -220,6 +249,6 @@ def compressor_fold(
         RATIO=ratio,
         OVERLAP=overlap,
         DIM=dim,
-        CHUNK=math.gcd(rows, ratio, MAX_CHUNK_ROWS),
+        CHUNK=chunk_rows(rows, ratio),
         FAKE_QUANT=fake_quant,
     )

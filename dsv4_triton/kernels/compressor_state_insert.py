@@ -19,6 +19,20 @@ from dsv4_triton.kernels._checks import check_filled, check_tensor
 OP = "compressor_state_insert"
 
 
+@triton.jit
+def insert_state_row(
+    source, ape_ptr, position, state_ptr, slot, block_stride, ROWS: tl.constexpr, RATIO: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Write the row [u | g] at `source` to `slot` (>= 0) of the state."""
+    feature = tl.arange(0, WIDTH)
+    row = state_ptr + (slot // ROWS).to(tl.int64) * block_stride + (slot % ROWS) * (2 * WIDTH)
+    values = tl.load(source + feature)
+    logits = tl.load(source + WIDTH + feature) + tl.load(ape_ptr + position % RATIO * WIDTH + feature)
+    tl.store(row + feature, values)
+    tl.store(row + WIDTH + feature, logits)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _compressor_state_insert_kernel(
     proj_ptr,
@@ -33,17 +47,12 @@ def _compressor_state_insert_kernel(
     RATIO: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    feature = tl.arange(0, WIDTH)
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
         slot = tl.load(slots_ptr + token)
         if slot >= 0:
-            phase = tl.load(positions_ptr + token) % RATIO
             source = proj_ptr + tl.cast(token, tl.int64) * proj_stride
-            row = state_ptr + (slot // ROWS).to(tl.int64) * block_stride + (slot % ROWS) * (2 * WIDTH)
-            values = tl.load(source + feature)
-            logits = tl.load(source + WIDTH + feature) + tl.load(ape_ptr + phase * WIDTH + feature)
-            tl.store(row + feature, values)
-            tl.store(row + WIDTH + feature, logits)
+            position = tl.load(positions_ptr + token)
+            insert_state_row(source, ape_ptr, position, state_ptr, slot, block_stride, ROWS, RATIO, WIDTH)
 
 
 def compressor_state_insert(

@@ -23,6 +23,21 @@ OP = "indexer_insert_k"
 DIM = 128
 
 
+@triton.jit
+def store_key(y, keys_ptr, scales_ptr, slot, key_stride, scale_stride, ROWS: tl.constexpr, FORMAT: tl.constexpr):
+    """Quantise the rotated key `y [D]` (fp32, rounded to the activations' dtype) into row `slot` (>= 0)."""
+    D: tl.constexpr = y.shape[0]
+    block = (slot // ROWS).to(tl.int64)
+    row = slot % ROWS
+    target = keys_ptr + block * key_stride + row * D + tl.arange(0, D)
+    if FORMAT == PLAIN:
+        tl.store(target, y.to(keys_ptr.dtype.element_ty))
+    else:
+        values, scale = quantise_rows(y[None, :], FORMAT)
+        tl.store(target[None, :], values)
+        tl.store(scales_ptr + block * scale_stride + row + tl.zeros((1, 1), tl.int32), scale)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _indexer_insert_k_kernel(
     e_ptr,
@@ -46,20 +61,12 @@ def _indexer_insert_k_kernel(
     for token in range(begin, tl.minimum(begin + share, tokens)):
         slot = tl.load(slots_ptr + token)
         if slot >= 0:
-            block = (slot // ROWS).to(tl.int64)
-            row = slot % ROWS
             source = e_ptr + tl.cast(token, tl.int64) * D
             first = tl.load(source + half).to(tl.float32)
             second = tl.load(source + D // 2 + half).to(tl.float32)
             y = tl.sum(upper * first[:, None], axis=0) + sign * tl.sum(upper * second[:, None], axis=0)
-            y = (y * (D**-0.5)).to(e_ptr.dtype.element_ty)
-            target = keys_ptr + block * key_stride + row * D + feature
-            if FORMAT == PLAIN:
-                tl.store(target, y.to(keys_ptr.dtype.element_ty))
-            else:
-                values, scale = quantise_rows(y.to(tl.float32)[None, :], FORMAT)
-                tl.store(target[None, :], values)
-                tl.store(scales_ptr + block * scale_stride + row + tl.zeros((1, 1), tl.int32), scale)
+            y = (y * (D**-0.5)).to(e_ptr.dtype.element_ty).to(tl.float32)
+            store_key(y, keys_ptr, scales_ptr, slot, key_stride, scale_stride, ROWS, FORMAT)
 
 
 def indexer_insert_k(

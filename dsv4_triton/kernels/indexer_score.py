@@ -44,6 +44,7 @@ def _indexer_score_kernel(
     items,
     groups,
     max_entries,
+    weights_stride,
     table_stride,
     key_stride,
     scale_stride,
@@ -66,7 +67,7 @@ def _indexer_score_kernel(
         table = table_ptr + tl.maximum(tl.load(token_req_ptr + token), 0).to(tl.int64) * table_stride
         source = q_ptr + tl.cast(token, tl.int64) * (H * D)
         q = tl.trans(tl.load(source + head[:, None] * D + feature[None, :]))
-        weight = tl.load(weights_ptr + token * H + head)
+        weight = tl.load(weights_ptr + tl.cast(token, tl.int64) * weights_stride + head)
         if SCALED:
             weight = weight * tl.load(q_scale_ptr + token * H + head).to(tl.float32)
         target = out_ptr + tl.cast(token, tl.int64) * max_entries
@@ -114,19 +115,21 @@ def indexer_score(
     n_vis: torch.Tensor,
     *,
     max_entries: int,
+    hide: bool = True,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Scores [T, max_entries] fp32 of the entries 0..n_vis[t]-1 of each token's request; -inf from n_vis[t] on.
+    """Scores [T, max_entries] fp32 of the entries 0..n_vis[t]-1 of each token's request; -inf from n_vis[t] on, or
+    with `hide=False` unwritten where a whole tile is hidden, which `indexer_topk` never reads: one launch less.
 
     q [T, HI, 128] and key_cache [blocks, rows, 128] (any block stride) are both int8, float8_e4m3fn, bf16 or fp32;
     int8 and e4m3 need q_scale [T, HI] and scale_cache [blocks, rows] (fp16 and fp32), the others take None.
-    weights [T, HI] fp32; block_table [B, M] int32; token_req and n_vis [T] int32 (0 visible entries for padding).
-    The rows of a block must be a power of two, or a multiple of 128. TypeError or ValueError names the argument.
+    weights [T, HI] fp32 (rows of any stride); block_table [B, M] int32; token_req and n_vis [T] int32 (0 visible
+    entries for padding). The rows of a block must be a power of two, or a multiple of 128. TypeError or ValueError names the argument.
     """
     check_tensor(OP, "q", q, (None, None, DIM), tuple(FORMATS))
     tokens, heads, _ = q.shape
     device = q.device
-    check_tensor(OP, "weights", weights, (tokens, heads), torch.float32, device=device)
+    check_tensor(OP, "weights", weights, (tokens, heads), torch.float32, device=device, layout="rows")
     check_tensor(OP, "key_cache", key_cache, (None, None, DIM), q.dtype, device=device, layout="page")
     check_tensor(OP, "block_table", block_table, (None, None), torch.int32, device=device, layout="rows")
     for name, vector in (("token_req", token_req), ("n_vis", n_vis)):
@@ -154,7 +157,8 @@ def indexer_score(
     items = tokens * groups
     key_scales = key_cache if scale_cache is None else scale_cache
     family = family_of(device.type)
-    _hide_kernel[(min(tokens, family.vector_cores),)](n_vis, out, tokens, max_entries, BLOCK=tile, WIDTH=HIDE_WIDTH)
+    if hide:
+        _hide_kernel[(min(tokens, family.vector_cores),)](n_vis, out, tokens, max_entries, BLOCK=tile, WIDTH=HIDE_WIDTH)
     grid = (min(items, family.cube_cores),)
     _indexer_score_kernel[grid](
         q,
@@ -169,6 +173,7 @@ def indexer_score(
         items,
         groups,
         max_entries,
+        weights.stride(0),
         block_table.stride(0),
         key_cache.stride(0),
         key_scales.stride(0),

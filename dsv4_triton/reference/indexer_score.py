@@ -16,13 +16,14 @@ def indexer_score(
     n_vis: torch.Tensor,
     *,
     max_entries: int,
+    hide: bool = True,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Scores [T, max_entries] fp32: `k_scale[s] * sum_h weights[t, h] * q_scale[t, h] * relu(<q[t, h], key[s]>)`.
 
     q [T, HI, 128], weights [T, HI] fp32, key_cache [blocks, rows, 128] of the dtype of q, block_table [B, M] int32,
     token_req and n_vis [T] int32. Entry s of a request is row s % rows of block table[s // rows]. Entries
-    s >= n_vis[t] are -inf and their keys are not read.
+    s >= n_vis[t] are -inf and their keys are not read; without `hide` they may be anything.
     """
     tokens = q.shape[0]
     rows = key_cache.shape[1]

@@ -83,6 +83,27 @@ def test_pages_larger_than_a_tile() -> None:
     case.compare(case.tokens([0, 1, 1], [300, 513, 127]), 768)
 
 
+def test_without_hiding_what_is_visible_is_the_same() -> None:
+    """Tiles without a visible entry keep what was there; in the last visible tile the rest is still -inf."""
+    case = Case(torch.int8, [37, 0, 64])
+    tokens = case.tokens([0, 1, 2, 0], [37, 0, 64, 3])
+    out = poisoned((4, 64), torch.float32)
+    case.run(indexer_score, tokens, 64, hide=False, out=out)
+    expected = case.run(indexer_score, tokens, 64)
+    for row, end in enumerate((48, 0, 64, 16)):
+        assert_equal(out[row, :end], expected[row, :end])
+        assert out[row, end:].isnan().all()
+
+
+def test_weights_may_be_a_slice_of_wider_rows() -> None:
+    case = Case(torch.bfloat16, [20, 33])
+    q, q_scale, weights, req, n_vis = case.tokens([0, 1, 1], [20, 33, 7])
+    wide = poisoned((3, 24), torch.float32)
+    wide[:, 8:16] = weights
+    got = case.run(indexer_score, (q, q_scale, wide[:, 8:16], req, n_vis), 64)
+    assert_equal(got, case.run(indexer_score, (q, q_scale, weights, req, n_vis), 64))
+
+
 def test_invisible_pages_are_not_read() -> None:
     """Table columns beyond the visible pages name blocks that do not exist; reading one would leave the cache."""
     case = Case(torch.float32, [20], columns=4)

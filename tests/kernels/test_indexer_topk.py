@@ -134,6 +134,19 @@ def test_row_offset_beyond_int32() -> None:
     assert_equal(indexer_topk(scores, ints(300, 299), 32), reference(scores, ints(300, 299), 32))
 
 
+@pytest.mark.parametrize("entries", [40, 5000, 40000])
+def test_workspace(entries: int) -> None:
+    """One, two and three levels: the same result, whatever the workspace holds; one byte less is an error."""
+    scores, n_vis, k = torch.randn(3, entries), ints(entries, entries // 2, 0), 600
+    needed = module.indexer_topk_workspace(3, entries, k)
+    workspace = poisoned((needed,), torch.uint8)
+    assert_equal(indexer_topk(scores, n_vis, k, workspace=workspace), indexer_topk(scores, n_vis, k))
+    if needed:
+        with pytest.raises(ValueError, match=rf"indexer_topk: workspace has {needed - 1} bytes, this call needs \d+"):
+            indexer_topk(scores, n_vis, k, workspace=workspace[: needed - 1])
+    assert module.indexer_topk_workspace(3, 40000, k) >= module.indexer_topk_workspace(3, entries, k)
+
+
 def test_count_beyond_the_row_is_the_row() -> None:
     scores = torch.randn(1, 300)
     assert_equal(indexer_topk(scores, ints(1000), 32), reference(scores, ints(300), 32))

@@ -1,0 +1,152 @@
+"""Fold the windows of a c4 layer that close in this step, of its main compressor and of its indexer's, in one launch.
+
+    main      as `compressor_fold` with ratio 4                                   -> row slots[t] of the cache
+    indexer   as `compressor_fold` with ratio 4 and d = 128, in the activations' dtype, then as `indexer_insert_k`:
+              y = 128^-0.5 * e H, rounded, quantised                              -> row key_slots[t] of the key cache
+
+Both compressors are items of one list, all main ones first, of which every program takes a contiguous part: closing
+tokens are every fourth one, so a strided walk would leave most programs without work. Keys never leave the core
+between fold and insert. Grid: one program per vector core at most. UB bytes: those of `compressor_fold` for d = 512,
+and 128 * 128 * 4 for the matrix. Families: all. Source: docs/model.md, sections 5, 6 and 8.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4_triton.device import family_of
+from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor
+from dsv4_triton.kernels._index_quant import FORMATS, SCALE_DTYPES, codes
+from dsv4_triton.kernels._lang import extract_slice
+from dsv4_triton.kernels._rope import HALF
+from dsv4_triton.kernels._rows import HEAD_DIM, check_rows, is_record, record_views
+from dsv4_triton.kernels.compressor_fold import chunk_rows, fold_entry, store_entry
+from dsv4_triton.kernels.indexer_insert_k import store_key
+
+OP = "compressor_fold_keys"
+RATIO = 4
+KEY_DIM = 128
+
+
+@triton.jit(do_not_specialize=["tokens", "table_stride", "key_table_stride"])
+def _compressor_fold_keys_kernel(
+    state_ptr, table_ptr, slots_ptr, weight_ptr, result_ptr, byte_ptr,
+    key_state_ptr, key_table_ptr, key_slots_ptr, key_weight_ptr, hadamard_ptr, keys_ptr, scales_ptr,
+    token_req_ptr, positions_ptr, cos_sin_ptr,
+    tokens, table_stride, block_stride, result_stride,
+    key_table_stride, key_block_stride, key_stride, scale_stride, eps,
+    ROWS: tl.constexpr, RESULT_ROWS: tl.constexpr, RESULT_WIDTH: tl.constexpr, RECORD: tl.constexpr,
+    FAKE_QUANT: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr,
+    KEY_ROWS: tl.constexpr, KEY_STATE_ROWS: tl.constexpr, KEY_CHUNK: tl.constexpr, KEY_DIM: tl.constexpr,
+    FORMAT: tl.constexpr, RATIO: tl.constexpr,
+):  # fmt: skip
+    """Item i is the main window of token i, or from `tokens` on the key of token i - tokens."""
+    dtype: tl.constexpr = hadamard_ptr.dtype.element_ty
+    feature = tl.arange(0, KEY_DIM)[None, :]
+    quarter = tl.arange(0, HALF)[:, None]
+    # H is [M, M; M, -M] with M its upper left quarter, so its upper half and the signs of row 64 are enough.
+    upper = tl.load(hadamard_ptr + tl.arange(0, 2 * HALF)[:, None] * KEY_DIM + feature).to(tl.float32)
+    upper_a = tl.load(hadamard_ptr + quarter * KEY_DIM + feature).to(tl.float32)
+    upper_b = tl.load(hadamard_ptr + (HALF + quarter) * KEY_DIM + feature).to(tl.float32)
+    sign = tl.load(hadamard_ptr + 2 * HALF * KEY_DIM + tl.arange(0, KEY_DIM)).to(tl.float32)
+    weight = tl.load(weight_ptr + tl.arange(0, DIM)).to(tl.float32)
+    key_weight = tl.load(key_weight_ptr + tl.arange(0, KEY_DIM)).to(tl.float32)
+    share = tl.cdiv(2 * tokens, tl.num_programs(0))
+    begin = tl.program_id(0) * share
+    for item in range(begin, tl.minimum(begin + share, 2 * tokens)):
+        if item < tokens:
+            slot = tl.load(slots_ptr + item)
+            if slot >= 0:
+                position = tl.load(positions_ptr + item)
+                table = table_ptr + tl.load(token_req_ptr + item).to(tl.int64) * table_stride
+                groups, a, b = fold_entry(
+                    state_ptr, table, position, block_stride, weight, cos_sin_ptr, eps,
+                    result_ptr.dtype.element_ty, ROWS, RATIO, 2, DIM, CHUNK,
+                )  # fmt: skip
+                offset = (slot // RESULT_ROWS).to(tl.int64) * result_stride + (slot % RESULT_ROWS) * RESULT_WIDTH
+                store_entry(result_ptr, byte_ptr, offset, groups, a, b, DIM, RECORD, FAKE_QUANT)
+        else:
+            token = item - tokens
+            slot = tl.load(key_slots_ptr + token)
+            if slot >= 0:
+                position = tl.load(positions_ptr + token)
+                table = key_table_ptr + tl.load(token_req_ptr + token).to(tl.int64) * key_table_stride
+                groups, a, b = fold_entry(
+                    key_state_ptr, table, position, key_block_stride, key_weight, cos_sin_ptr, eps, dtype,
+                    KEY_STATE_ROWS, RATIO, 2, KEY_DIM, KEY_CHUNK,
+                )  # fmt: skip
+                first = tl.reshape(extract_slice(groups, (0, 0), (1, 2 * HALF), (1, 1)), (2 * HALF,))
+                a = tl.reshape(a, (HALF,)).to(dtype).to(tl.float32)
+                b = tl.reshape(b, (HALF,)).to(dtype).to(tl.float32)
+                second = tl.sum(upper_a * a[:, None], axis=0) + tl.sum(upper_b * b[:, None], axis=0)
+                y = tl.sum(upper * first[:, None], axis=0) + sign * second
+                y = (y * (KEY_DIM**-0.5)).to(dtype).to(tl.float32)
+                store_key(y, keys_ptr, scales_ptr, slot, key_stride, scale_stride, KEY_ROWS, FORMAT)
+
+
+def compressor_fold_keys(
+    state: torch.Tensor,
+    state_table: torch.Tensor,
+    slots: torch.Tensor,
+    weight: torch.Tensor,
+    cache: torch.Tensor,
+    key_state: torch.Tensor,
+    key_state_table: torch.Tensor,
+    key_slots: torch.Tensor,
+    key_weight: torch.Tensor,
+    hadamard: torch.Tensor,
+    key_cache: torch.Tensor,
+    scale_cache: torch.Tensor | None,
+    token_req: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    *,
+    eps: float,
+    fake_quant: bool = False,
+) -> None:
+    """Write the entry and the index key of every window that closes in this step.
+
+    `compressor_fold(state, state_table, token_req, positions, slots, weight, cos_sin, ratio=4, cache=cache,
+    fake_quant=...)`, the same of the `key_` arguments into rows of 128 in hadamard's dtype (bf16 or fp32), and
+    `indexer_insert_k` of those: see the three ops for shapes and dtypes. state [blocks, rows, 2048] and key_state
+    [blocks, rows, 512] fp32; cache [blocks, rows, 512] in hadamard's dtype or fp8 records. Tokens whose slot is
+    negative write nothing. TypeError or ValueError names the argument that does not fit.
+    """
+    check_tensor(OP, "hadamard", hadamard, (KEY_DIM, KEY_DIM), FLOATS)
+    device = hadamard.device
+    check_tensor(OP, "positions", positions, (None,), torch.int32, device=device)
+    tokens = positions.shape[0]
+    for name, vector in (("token_req", token_req), ("slots", slots), ("key_slots", key_slots)):
+        check_tensor(OP, name, vector, (tokens,), torch.int32, device=device)
+    for name, rows, dim in (("state", state, HEAD_DIM), ("key_state", key_state, KEY_DIM)):
+        check_tensor(OP, name, rows, (None, None, 4 * dim), torch.float32, device=device, layout="page")
+    for name, table in (("state_table", state_table), ("key_state_table", key_state_table)):
+        check_tensor(OP, name, table, (None, None), torch.int32, device=device, layout="rows")
+    check_tensor(OP, "weight", weight, (HEAD_DIM,), FLOATS, device=device)
+    check_tensor(OP, "key_weight", key_weight, (KEY_DIM,), FLOATS, device=device)
+    check_tensor(OP, "cos_sin", cos_sin, (None, 2 * int(HALF)), torch.float32, device=device)
+    check_rows(OP, "cache", cache, hadamard.dtype, device)
+    check_tensor(OP, "key_cache", key_cache, (None, None, KEY_DIM), tuple(FORMATS), device=device, layout="page")
+    if (scale_cache is None) != (key_cache.dtype not in SCALE_DTYPES):
+        given = "missing" if scale_cache is None else "given"
+        raise ValueError(f"{OP}: scale_cache is {given} for keys of dtype {key_cache.dtype}")
+    if scale_cache is not None:
+        shape, dtype = key_cache.shape[:2], SCALE_DTYPES[key_cache.dtype]
+        check_tensor(OP, "scale_cache", scale_cache, shape, dtype, device=device, layout="page")
+    if tokens == 0:
+        return
+    check_filled(OP, state=state, state_table=state_table, cos_sin=cos_sin, cache=cache)
+    check_filled(OP, key_state=key_state, key_state_table=key_state_table, key_cache=key_cache)
+    scales = key_cache if scale_cache is None else scale_cache
+    values, as_bytes = record_views(cache)
+    _compressor_fold_keys_kernel[(min(2 * tokens, family_of(device.type).vector_cores),)](
+        state, state_table, slots, weight, values, as_bytes,
+        key_state, key_state_table, key_slots, key_weight, hadamard, codes(key_cache), scales,
+        token_req, positions, cos_sin,
+        tokens, state_table.stride(0), state.stride(0), cache.stride(0),
+        key_state_table.stride(0), key_state.stride(0), key_cache.stride(0), scales.stride(0), eps,
+        ROWS=state.shape[1], RESULT_ROWS=cache.shape[1], RESULT_WIDTH=cache.shape[2], RECORD=is_record(cache),
+        FAKE_QUANT=fake_quant, CHUNK=chunk_rows(state.shape[1], RATIO), DIM=HEAD_DIM,
+        KEY_ROWS=key_cache.shape[1], KEY_STATE_ROWS=key_state.shape[1],
+        KEY_CHUNK=chunk_rows(key_state.shape[1], RATIO), KEY_DIM=KEY_DIM, FORMAT=FORMATS[key_cache.dtype], RATIO=RATIO,
+    )  # fmt: skip

@@ -1,0 +1,182 @@
+"""What follows the first projections of a token, in one launch: the query latent's norm, and the rows of all caches.
+
+    latent   x * rsqrt(mean(x^2) + eps) * weight in fp32, one cast                          -> the result
+    kv       as `kv_norm_rope_insert`                                                       -> window cache
+    proj     as `compressor_state_insert`: the main compressor, then the indexer's          -> state caches
+
+Each of the two to four jobs is done for every run of tokens, and (job, run) is one item of a persistent loop over the
+vector cores, so that few tokens spread over several cores and many are balanced. All inputs may be slices of wider
+rows. Dtypes, rounding and what is skipped: see the two ops. UB: that of `kv_norm_rope_insert`.
+Source: prologue of the DeepSeek-V4 reference attention.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4_triton.device import family_of
+from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor, output
+from dsv4_triton.kernels._rows import HEAD_DIM, check_rows, is_record, record_views
+from dsv4_triton.kernels._tiling import next_power_of_2
+from dsv4_triton.kernels.compressor_state_insert import insert_state_row
+from dsv4_triton.kernels.kv_norm_rope_insert import ROTARY, insert_run, load_weight, run_length
+
+OP = "latent_norm_insert"
+
+
+@triton.jit
+def _norm_row(source, weight_ptr, target, eps, Q: tl.constexpr, QB: tl.constexpr):
+    """RMS norm of the Q values at `source` to `target`."""
+    column = tl.arange(0, QB)
+    x = tl.load(source + column, mask=column < Q, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) * (1.0 / Q) + eps)
+    weight = tl.load(weight_ptr + column, mask=column < Q, other=0.0).to(tl.float32)
+    tl.store(target + column, (x * scale * weight).to(target.dtype.element_ty), mask=column < Q)
+
+
+@triton.jit
+def _insert_states(
+    proj_ptr, ape_ptr, positions_ptr, state_ptr, slots_ptr, start, end, proj_stride, block_stride,
+    ROWS: tl.constexpr, RATIO: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    for token in range(start, end):
+        slot = tl.load(slots_ptr + token)
+        if slot >= 0:
+            source = proj_ptr + tl.cast(token, tl.int64) * proj_stride
+            position = tl.load(positions_ptr + token)
+            insert_state_row(source, ape_ptr, position, state_ptr, slot, block_stride, ROWS, RATIO, WIDTH)
+
+
+@triton.jit(do_not_specialize=["T", "block_stride", "state_stride", "index_state_stride"])
+def _latent_norm_insert_kernel(
+    latent_ptr, latent_weight_ptr, out_ptr, kv_ptr, kv_weight_ptr, positions_ptr, cos_sin_ptr, cache_ptr, byte_ptr,
+    slots_ptr, proj_ptr, ape_ptr, state_ptr, state_slots_ptr,
+    index_proj_ptr, index_ape_ptr, index_state_ptr, index_slots_ptr,
+    T, latent_stride, kv_stride, block_stride, proj_stride, state_stride, index_proj_stride, index_state_stride, eps,
+    Q: tl.constexpr, QB: tl.constexpr, R: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr,
+    FAKE_QUANT: tl.constexpr, RECORD: tl.constexpr, RUN: tl.constexpr, STATES: tl.constexpr,
+    STATE_ROWS: tl.constexpr, RATIO: tl.constexpr, WIDTH: tl.constexpr,
+    INDEX_ROWS: tl.constexpr, INDEX_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Item i is job i // runs, for run i % runs: 0 kv, 1 latent, then STATES compressors."""
+    runs = tl.cdiv(T, RUN)
+    for item in range(tl.program_id(0), runs * (2 + STATES), tl.num_programs(0)):
+        job = item // runs
+        start = item % runs * RUN
+        end = tl.minimum(start + RUN, T)
+        if job == 0:
+            weight, weight_a, weight_b = load_weight(kv_weight_ptr, D)
+            insert_run(
+                kv_ptr, kv_stride, weight, weight_a, weight_b, positions_ptr, cos_sin_ptr, cache_ptr, byte_ptr,
+                slots_ptr, start, T, block_stride, eps, R, D, ROW, FAKE_QUANT, RECORD, RUN,
+            )  # fmt: skip
+        if job == 1:
+            for token in range(start, end):
+                row = tl.cast(token, tl.int64)
+                _norm_row(latent_ptr + row * latent_stride, latent_weight_ptr, out_ptr + row * Q, eps, Q, QB)
+        if STATES > 0:
+            if job == 2:
+                _insert_states(
+                    proj_ptr, ape_ptr, positions_ptr, state_ptr, state_slots_ptr, start, end, proj_stride,
+                    state_stride, STATE_ROWS, RATIO, WIDTH,
+                )  # fmt: skip
+        if STATES > 1:
+            if job == 3:
+                _insert_states(
+                    index_proj_ptr, index_ape_ptr, positions_ptr, index_state_ptr, index_slots_ptr, start, end,
+                    index_proj_stride, index_state_stride, INDEX_ROWS, RATIO, INDEX_WIDTH,
+                )  # fmt: skip
+
+
+def latent_norm_insert(
+    latent: torch.Tensor,
+    latent_weight: torch.Tensor,
+    kv: torch.Tensor,
+    kv_weight: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    eps: float,
+    fake_quant: bool = False,
+    proj: torch.Tensor | None = None,
+    ape: torch.Tensor | None = None,
+    state: torch.Tensor | None = None,
+    state_slots: torch.Tensor | None = None,
+    index_proj: torch.Tensor | None = None,
+    index_ape: torch.Tensor | None = None,
+    index_state: torch.Tensor | None = None,
+    index_slots: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The normed query latent [T, Q] of `latent [T, Q]`, and the step's rows in the caches.
+
+    `kv`, `kv_weight`, `positions`, `cos_sin`, `cache`, `slots`, `fake_quant`: `kv_norm_rope_insert`. `proj`, `ape`,
+    `state`, `state_slots`: `compressor_state_insert` of the main compressor, all or none; the four `index_` arguments
+    likewise, for a layer that has both. latent and kv share a dtype (bf16 or fp32), rows of any stride;
+    `latent_weight [Q]` bf16 or fp32. TypeError or ValueError names the argument that does not fit.
+    """
+    check_tensor(OP, "latent", latent, (None, None), FLOATS, layout="rows")
+    tokens, width = latent.shape
+    device = latent.device
+    check_tensor(OP, "latent_weight", latent_weight, (width,), FLOATS, device=device)
+    check_tensor(OP, "kv", kv, (tokens, HEAD_DIM), latent.dtype, device=device, layout="rows")
+    check_tensor(OP, "kv_weight", kv_weight, (HEAD_DIM,), FLOATS, device=device)
+    check_tensor(OP, "positions", positions, (tokens,), torch.int32, device=device)
+    check_tensor(OP, "cos_sin", cos_sin, (None, ROTARY), torch.float32, device=device)
+    check_rows(OP, "cache", cache, kv.dtype, device)
+    check_tensor(OP, "slots", slots, (tokens,), torch.int32, device=device)
+    states = _check_states("", tokens, device, proj, ape, state, state_slots)
+    if states:
+        states += _check_states("index_", tokens, device, index_proj, index_ape, index_state, index_slots)
+    elif not (index_proj is index_ape is index_state is index_slots is None):
+        raise ValueError(f"{OP}: index_proj, index_ape, index_state and index_slots need proj")
+    if states == 2 and index_ape.shape[0] != ape.shape[0]:
+        raise ValueError(f"{OP}: index_ape has {index_ape.shape[0]} phases, ape {ape.shape[0]}")
+    out = output(OP, "out", out, (tokens, width), latent.dtype, device)
+    if tokens == 0:
+        return out
+    check_filled(OP, cos_sin=cos_sin, cache=cache)
+    cores = family_of(device.type).vector_cores
+    record = is_record(cache)
+    run = run_length(tokens, cores, record)
+    values, as_bytes = record_views(cache)
+    unused = (latent,) * 4
+    main = (proj, ape, state, state_slots) if states > 0 else unused
+    index = (index_proj, index_ape, index_state, index_slots) if states > 1 else unused
+    _latent_norm_insert_kernel[(min(triton.cdiv(tokens, run) * (2 + states), cores),)](
+        latent, latent_weight, out, kv, kv_weight, positions, cos_sin, values, as_bytes, slots, *main, *index,
+        tokens, latent.stride(0), kv.stride(0), cache.stride(0),
+        main[0].stride(0), main[2].stride(0), index[0].stride(0), index[2].stride(0), eps,
+        Q=width, QB=next_power_of_2(width), R=cache.shape[1], D=HEAD_DIM, ROW=cache.shape[2],
+        FAKE_QUANT=fake_quant, RECORD=record, RUN=run, STATES=states,
+        STATE_ROWS=main[2].shape[1], RATIO=main[1].shape[0], WIDTH=main[1].shape[1],
+        INDEX_ROWS=index[2].shape[1], INDEX_WIDTH=index[1].shape[1],
+    )  # fmt: skip
+    return out
+
+
+def _check_states(
+    prefix: str,
+    tokens: int,
+    device: torch.device,
+    proj: torch.Tensor | None,
+    ape: torch.Tensor | None,
+    state: torch.Tensor | None,
+    slots: torch.Tensor | None,
+) -> int:
+    """1 for a compressor whose arguments fit, 0 where none is given."""
+    names = (f"{prefix}proj", f"{prefix}ape", f"{prefix}state", f"{prefix}slots" if prefix else "state_slots")
+    if proj is ape is state is slots is None:
+        return 0
+    for name, argument in zip(names, (proj, ape, state, slots)):
+        if argument is None:
+            raise ValueError(f"{OP}: {name} is missing, give {', '.join(names)} together")
+    check_tensor(OP, names[1], ape, (None, None), torch.float32, device=device)
+    width = ape.shape[1]
+    check_tensor(OP, names[0], proj, (tokens, 2 * width), torch.float32, device=device, layout="rows")
+    check_tensor(OP, names[2], state, (None, None, 2 * width), torch.float32, device=device, layout="page")
+    check_tensor(OP, names[3], slots, (tokens,), torch.int32, device=device)
+    check_filled(OP, **{names[1]: ape, names[2]: state})
+    return 1
