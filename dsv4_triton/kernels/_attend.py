@@ -94,6 +94,7 @@ def _compressed_tile(
         place = _looked_up(table_ptr, page_stride, first + row, there, PAGE, D)
     else:
         address, count = _page(rows_ptr, table_ptr, page_stride, tile, 0, hi, ROWS, D)
+        there = row < count
         bias = _prefix_bias(row, count)
         place = row * D
     return address, place, there, bias
@@ -191,8 +192,6 @@ def _chunk(
     if FINAL:
         z += tl.exp(sink - m)
     z = tl.maximum(z, 1e-37, propagate_nan=ALL)
-    if not FINAL:
-        tl.store(lse_ptr + head, m + tl.log(z), mask=head < heads)
     inverse = (1.0 / z)[:, None]
     p0 = (s0 * inverse).to(q_ptr.dtype.element_ty)
     if ALL_TILES > 1:
@@ -201,6 +200,9 @@ def _chunk(
         p2 = (s2 * inverse).to(q_ptr.dtype.element_ty)
     if ALL_TILES > 3:
         p3 = (s3 * inverse).to(q_ptr.dtype.element_ty)
+    if not FINAL:
+        # Not before P: with HEADS == ROWS the compiler then no longer divides the work between the vector cores.
+        tl.store(lse_ptr + head, m + tl.log(z), mask=head < heads)
     for d in range(0, D, DV):
         o = tl.dot(p0, _load(a0, r0, v0, d, DV))
         if ALL_TILES > 1:

@@ -84,8 +84,9 @@ class Split:
 
     CHUNK: int
     ROWS: int
-    HEADS: int
+    SCORE_HEADS: int
     SOFTMAX_HEADS: int
+    VALUE_HEADS: int
     DV: int
 
 
@@ -186,9 +187,18 @@ def plan(family: Family, call: Call) -> Plan:
 
 
 def _split(family: Family, heads: int, chunk: int) -> Split:
-    rows = max(rows for rows in range(16, 321, 16) if chunk % rows == 0)
-    fit = family.ub_bytes // (16 * chunk)
+    """Tiles of the split chain, for bf16 rows: operands of both products twice in L1, one being loaded while the other
+    is used; scores of the softmax in UB with what is made of them."""
+    heads = max(16, next_power_of_2(heads))
+    dot_heads = min(128, heads)
+    row_bytes = HEAD_DIM * 2
+    fit = family.l1_bytes // (2 * row_bytes) - dot_heads
+    value_heads = min(64, heads)
+    width = 64
+    while width > 16 and 2 * (value_heads + width) * chunk * 2 > family.l1_bytes:
+        width //= 2
+    softmax_rows = family.ub_bytes // (16 * chunk)
     return Split(
-        CHUNK=chunk, ROWS=rows, HEADS=min(64, max(16, next_power_of_2(heads))),
-        SOFTMAX_HEADS=min(next_power_of_2(heads), 1 << (fit.bit_length() - 1)), DV=64,
+        CHUNK=chunk, ROWS=max(rows for rows in range(16, fit + 1, 16) if chunk % rows == 0), SCORE_HEADS=dot_heads,
+        SOFTMAX_HEADS=min(heads, 1 << (softmax_rows.bit_length() - 1)), VALUE_HEADS=value_heads, DV=width,
     )  # fmt: skip

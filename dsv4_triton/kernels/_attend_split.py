@@ -9,8 +9,8 @@ one. All work on the rows that `gather_rows` copied; the scores and P go through
 
 A chunk is CHUNK columns with a softmax of its own: the only one (FINAL), whose Z has the sink, or one of several, whose
 o is partial and has its log of the denominator beside it, for `_attend.merge_kernel`. Each product is a single `tl.dot`
-over the whole contraction, which keeps the vector cores of A5 out of it. Columns from `count` on are not attended, and
-nothing wrote them: they are read as zero.
+over the whole contraction of rows loaded without a mask, which keeps the vector cores of A5 out of it: every row of a
+chunk that is attended at all must have been written, while scores from the last attended column on are not read.
 
 UB of the softmax: HEADS * CHUNK * 4 bytes for the scores, twice where they are loaded ahead, and P.
 """
@@ -35,12 +35,12 @@ def _count(pos_ptr, n_vis_ptr, t, base, limit, COUNTED: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens", "heads", "columns", "base", "limit", "splits"])
 def scores_kernel(
     q_ptr, rows_ptr, pos_ptr, n_vis_ptr, s_ptr, tokens, heads, columns, base, limit, splits,
-    COUNTED: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    COUNTED: tl.constexpr, RAGGED: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """One item: a token, HEADS heads and every `splits`-th tile of ROWS columns."""
+    """One item: a token, HEADS heads and every `splits`-th tile of ROWS columns. RAGGED: the last heads are fewer."""
     head_blocks = (heads + HEADS - 1) // HEADS
     head = tl.arange(0, HEADS)[:, None]
-    row = tl.arange(0, ROWS)
+    row = tl.arange(0, ROWS)[:, None]
     dim = tl.arange(0, D)[None, :]
     for item in range(tl.program_id(0), tokens * head_blocks * splits, tl.num_programs(0)):
         split = item % splits
@@ -49,12 +49,18 @@ def scores_kernel(
         t64 = tl.cast(t, tl.int64)
         count = _count(pos_ptr, n_vis_ptr, t, base, limit, COUNTED)
         place = t64 * heads + h
+        q_place = q_ptr + place * D + head * D + dim
+        if RAGGED:
+            q = tl.load(q_place, mask=head < heads - h, other=0.0)
+        else:
+            q = tl.load(q_place)
         for i in range(split, (count + ROWS - 1) // ROWS, splits):
-            rows = rows_ptr + (t64 * columns + i * ROWS) * D
-            k = tl.load(rows + row[:, None] * D + dim, mask=row[:, None] < count - i * ROWS, other=0.0)
-            q = tl.load(q_ptr + place * D + head * D + dim, mask=head < heads - h, other=0.0)
-            s = tl.dot(q, tl.trans(k))
-            tl.store(s_ptr + place * columns + i * ROWS + head * columns + row[None, :], s, mask=head < heads - h)
+            s = tl.dot(q, tl.trans(tl.load(rows_ptr + (t64 * columns + i * ROWS) * D + row * D + dim)))
+            s_place = s_ptr + place * columns + i * ROWS + head * columns + tl.arange(0, ROWS)[None, :]
+            if RAGGED:
+                tl.store(s_place, s, mask=head < heads - h)
+            else:
+                tl.store(s_place, s)
 
 
 @triton.jit(do_not_specialize=["tokens", "heads", "columns", "base", "limit", "slots"])
@@ -96,8 +102,8 @@ def softmax_kernel(
 @triton.jit(do_not_specialize=["tokens", "heads", "columns", "base", "limit", "slots", "splits"])
 def values_kernel(
     p_ptr, rows_ptr, pos_ptr, n_vis_ptr, out_ptr, tokens, heads, columns, base, limit, slots, splits,
-    COUNTED: tl.constexpr, FINAL: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr,
+    COUNTED: tl.constexpr, FINAL: tl.constexpr, RAGGED: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """One item: a token, HEADS heads, every chunk it has, and every `splits`-th slice of DV features."""
     head_blocks = (heads + HEADS - 1) // HEADS
@@ -109,17 +115,20 @@ def values_kernel(
         h = (item // splits) % head_blocks * HEADS
         t = item // splits // head_blocks
         t64 = tl.cast(t, tl.int64)
-        count = _count(pos_ptr, n_vis_ptr, t, base, limit, COUNTED)
         chunks = 1
         if not FINAL:
-            chunks = (count + CHUNK - 1) // CHUNK
+            chunks = (_count(pos_ptr, n_vis_ptr, t, base, limit, COUNTED) + CHUNK - 1) // CHUNK
         for c in range(0, chunks):
-            p = p_ptr + (t64 * heads + h) * columns + c * CHUNK
-            rows = rows_ptr + (t64 * columns + c * CHUNK) * D
-            out = out_ptr + ((t64 * slots + c) * heads + h) * D
+            p_place = p_ptr + (t64 * heads + h) * columns + c * CHUNK + head * columns + row[None, :]
+            rows = rows_ptr + (t64 * columns + c * CHUNK) * D + row[:, None] * D + dim
+            out = out_ptr + ((t64 * slots + c) * heads + h) * D + head * D + dim
+            if RAGGED:
+                p = tl.load(p_place, mask=head < heads - h, other=0.0)
+            else:
+                p = tl.load(p_place)
             for i in range(split, D // DV, splits):
-                there = head < heads - h
-                probability = tl.load(p + head * columns + row[None, :], mask=there, other=0.0)
-                v = tl.load(rows + i * DV + row[:, None] * D + dim, mask=row[:, None] < count - c * CHUNK, other=0.0)
-                o = tl.dot(probability, v).to(out_ptr.dtype.element_ty)
-                tl.store(out + i * DV + head * D + dim, o, mask=there)
+                o = tl.dot(p, tl.load(rows + i * DV)).to(out_ptr.dtype.element_ty)
+                if RAGGED:
+                    tl.store(out + i * DV, o, mask=head < heads - h)
+                else:
+                    tl.store(out + i * DV, o)

@@ -6,7 +6,8 @@
 
 with W = `window` rounded up to whole blocks of 32 columns. Rows that do not exist are stored as zeros and their sources
 are never used. Without indices, blocks of columns beyond n_vis[t] are left as they are; so is everything of a padding
-token but the window block.
+token but the window block. With `fill`, rows that do not exist are stored up to the next multiple of so many columns,
+and for at least that many: products may then read whole tiles.
 
 Caches hold plain rows (512 values of the output's dtype) or records of 640 bytes (`_rows`), which are decoded: exactly,
 since a product of e4m3 value and power of two fits bf16.
@@ -92,11 +93,12 @@ def _prefix_bias(j, count):
 
 @triton.jit(do_not_specialize=[
     "tokens", "table_stride", "page_stride", "cmp_table_stride", "cmp_page_stride", "window", "width", "columns",
+    "fill",
 ])  # fmt: skip
 def _gather_rows_kernel(
     window_ptr, window_byte_ptr, window_table_ptr, cmp_ptr, cmp_byte_ptr, cmp_table_ptr,
     pick_ptr, req_ptr, pos_ptr, rows_ptr, bias_ptr,
-    tokens, table_stride, page_stride, cmp_table_stride, cmp_page_stride, window, width, columns,
+    tokens, table_stride, page_stride, cmp_table_stride, cmp_page_stride, window, width, columns, fill,
     SELECTED: tl.constexpr, RECORD: tl.constexpr, PAGE: tl.constexpr, CMP_PAGE: tl.constexpr,
     WINDOW_COLS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -120,23 +122,33 @@ def _gather_rows_kernel(
                 tl.maximum(tl.minimum(start + column + j, position), 0), j < count, count >= COLS, rows,
                 RECORD, PAGE, COLS,
             )  # fmt: skip
-        elif position >= 0:
+        else:
             column -= WINDOW_COLS
             table = cmp_table_ptr + req * cmp_table_stride
             if SELECTED:
-                at = tl.load(pick_ptr + tl.cast(t, tl.int64) * width + column + j, mask=j < width - column, other=-1)
-                tl.store(bias, tl.minimum(at.to(tl.float32), 0.0, propagate_nan=ALL) * 1e30)
-                _copy(
-                    cmp_ptr, cmp_byte_ptr, table, cmp_page_stride, tl.maximum(at, 0), at >= 0,
-                    tl.min(at, axis=0) >= 0, rows, RECORD, CMP_PAGE, COLS,
-                )  # fmt: skip
+                if position >= 0 or column + WINDOW_COLS < fill:
+                    listed = width
+                    if position < 0:
+                        listed = 0
+                    at = tl.load(
+                        pick_ptr + tl.cast(t, tl.int64) * width + column + j, mask=j < listed - column, other=-1
+                    )
+                    tl.store(bias, tl.minimum(at.to(tl.float32), 0.0, propagate_nan=ALL) * 1e30)
+                    _copy(
+                        cmp_ptr, cmp_byte_ptr, table, cmp_page_stride, tl.maximum(at, 0), at >= 0,
+                        tl.min(at, axis=0) >= 0, rows, RECORD, CMP_PAGE, COLS,
+                    )  # fmt: skip
             else:
-                count = tl.load(pick_ptr + t) - column
-                if count > 0:
+                count = tl.load(pick_ptr + t)
+                if position < 0:
+                    count = 0
+                live = tl.maximum((WINDOW_COLS + count + fill - 1) // fill * fill - WINDOW_COLS, count)
+                count -= column
+                if column < live:
                     tl.store(bias, _prefix_bias(j, count))
                     _copy(
                         cmp_ptr, cmp_byte_ptr, table, cmp_page_stride,
-                        tl.minimum(column + j, column + count - 1), j < count, count >= COLS, rows,
+                        tl.maximum(tl.minimum(column + j, column + count - 1), 0), j < count, count >= COLS, rows,
                         RECORD, CMP_PAGE, COLS,
                     )  # fmt: skip
 
@@ -161,13 +173,15 @@ def gather_rows(
     rows: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
+    fill: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [T, columns, 512] and their mask [T, columns] fp32.
 
     `columns` is a multiple of 32 and holds the window's blocks and all `indices [T, K]` (or every n_vis). Caches are
     [blocks, rows per block, 512] bf16 or fp32, or records [blocks, rows per block, 640] uint8, pages at any stride;
     both of one kind. `dtype` of the rows is bf16 or fp32 for records (bf16 if not given) and the
-    caches' own for plain rows. Tables and `indices` are int32; holes among the indices are -1.
+    caches' own for plain rows. Tables and `indices` are int32; holes among the indices are -1. `fill` is 0 or a
+    multiple of 32.
     """
     check_tensor(OP, "positions", positions, (None,), torch.int32)
     tokens, device, record = len(positions), positions.device, is_record(window_cache)
@@ -179,6 +193,8 @@ def gather_rows(
     if columns % BLOCK or columns < window_columns(window):
         need = window_columns(window)
         raise ValueError(f"{OP}: columns is {columns}, expected a multiple of {BLOCK} of at least {need}")
+    if fill < 0 or fill % BLOCK:
+        raise ValueError(f"{OP}: fill is {fill}, expected 0 or a multiple of {BLOCK}")
     if not record and window_cache.dtype != dtype:
         raise TypeError(f"{OP}: window_cache has dtype {window_cache.dtype}, expected {dtype}")
     check_tensor(OP, "window_table", window_table, (None, None), torch.int32, device=device, layout="rows")
@@ -212,7 +228,7 @@ def gather_rows(
         *record_views(window_cache), window_table, *record_views(cmp_cache), cmp_table,
         pick, token_req, positions, rows, bias,
         tokens, window_table.stride(0), window_cache.stride(0), cmp_table.stride(0), cmp_cache.stride(0),
-        window, 0 if indices is None else indices.shape[1], columns,
+        window, 0 if indices is None else indices.shape[1], columns, fill or block,
         SELECTED=indices is not None, RECORD=record, PAGE=window_cache.shape[1], CMP_PAGE=cmp_cache.shape[1],
         WINDOW_COLS=window_columns(window), COLS=block,
     )  # fmt: skip

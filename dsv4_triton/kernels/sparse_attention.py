@@ -100,6 +100,7 @@ class _Tokens:
             tokens, heads, self.window_table.stride(0), self.window_cache.stride(0), table.stride(0), rows.stride(0),
             columns, base, base + call.dense, call.window, splits, plan.slots or 1, slot0, self.scale,
             COUNTED=counted, FINAL=not plan.slots, D=HEAD_DIM, **asdict(tiling),
+            tile_mix_vector_loop=1,
         )  # fmt: skip
 
     def split(self, split: Split, plan: Plan, scratch: Scratch) -> None:
@@ -109,12 +110,13 @@ class _Tokens:
         n_vis = self.n_vis if counted else self.positions
         base = plan.base if counted else plan.gathered
         bounds = base, base + self.call.dense
-        items = tokens * -(-heads // split.HEADS)
+        items = tokens * -(-heads // split.SCORE_HEADS)
         cubes = self.family.cube_cores
         splits = max(1, min(plan.gathered // split.ROWS, 2 * cubes // items))
         _attend_split.scores_kernel[(min(items * splits, cubes),)](
             self.q, scratch.rows, self.positions, n_vis, scratch.scores, tokens, heads, plan.gathered, *bounds, splits,
-            COUNTED=counted, ROWS=split.ROWS, HEADS=split.HEADS, D=HEAD_DIM,
+            COUNTED=counted, RAGGED=heads % split.SCORE_HEADS != 0, ROWS=split.ROWS, HEADS=split.SCORE_HEADS,
+            D=HEAD_DIM,
         )  # fmt: skip
         slots, final = plan.slots or 1, not plan.slots
         values, lse = scratch.target(self.out, self.sink)
@@ -124,10 +126,12 @@ class _Tokens:
             plan.gathered, *bounds, slots, self.scale,
             COUNTED=counted, FINAL=final, CHUNK=split.CHUNK, HEADS=split.SOFTMAX_HEADS,
         )  # fmt: skip
+        items = tokens * -(-heads // split.VALUE_HEADS)
         splits = max(1, min(HEAD_DIM // split.DV, 2 * cubes // items))
         _attend_split.values_kernel[(min(items * splits, cubes),)](
             scratch.weights, scratch.rows, self.positions, n_vis, values, tokens, heads, plan.gathered, *bounds, slots,
-            splits, COUNTED=counted, FINAL=final, CHUNK=split.CHUNK, HEADS=split.HEADS, D=HEAD_DIM, DV=split.DV,
+            splits, COUNTED=counted, FINAL=final, RAGGED=heads % split.VALUE_HEADS != 0, CHUNK=split.CHUNK,
+            HEADS=split.VALUE_HEADS, D=HEAD_DIM, DV=split.DV,
         )  # fmt: skip
 
     def merge(self, plan: Plan, scratch: Scratch) -> None:
@@ -147,6 +151,7 @@ class _Tokens:
                 self.window_cache, self.window_table, self.token_req, self.positions, window=self.call.window,
                 columns=plan.gathered, cmp_cache=self.cmp_cache, cmp_table=self.cmp_table, n_vis=self.n_vis,
                 indices=self.indices, dtype=self.q.dtype, rows=scratch.rows, bias=scratch.bias,
+                fill=0 if plan.split is None else plan.split.CHUNK,
             )  # fmt: skip
         if plan.split is not None:
             self.split(plan.split, plan, scratch)

@@ -25,8 +25,12 @@ def gather_rows(
     rows: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
+    fill: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [T, columns, 512] and mask [T, columns]: 0 where a row exists, -1e30 and a zero row elsewhere."""
+    """Rows [T, columns, 512] and mask [T, columns]: 0 where a row exists, -1e30 and a zero row elsewhere.
+
+    `fill` changes nothing: all rows are stored.
+    """
     tokens = len(positions)
     if is_record(window_cache):
         dtype = dtype or torch.bfloat16

@@ -46,7 +46,26 @@ def test_equals_reference(case):
         assert torch.isnan(rows[t, live:]).all() and torch.isnan(bias[t, live:]).all()
 
 
+@pytest.mark.parametrize("case", [CASES[1], CASES[2], CASES[5]], ids=str)
+def test_fill_stores_every_row_of_a_tile(case):
+    """Rows that do not exist are zero up to a multiple of `fill`, a padding token's too, and nothing lies beyond."""
+    inputs = build(case)
+    caches = inputs.window_cache, inputs.window_table, inputs.token_req, inputs.positions
+    arguments = dict(window=case.window, columns=512, dtype=case.dtype, **inputs.compressed)
+    want, _ = reference(*caches, **arguments)
+    rows = poisoned((len(inputs.q), 512, DIM), case.dtype)
+    gather_rows(*caches, **arguments, rows=rows, fill=192)
+    for t, position in enumerate(inputs.positions.tolist()):
+        count = case.visible(position) if position >= 0 and case.compressed == "dense" else 0
+        live = -(-(128 + count) // 192) * 192
+        assert_equal(rows[t, :live], want[t, :live], f"rows of token {t}")
+        if case.compressed == "dense":
+            assert torch.isnan(rows[t, live:]).all()
+
+
 def test_columns_that_do_not_fit():
     inputs = build(Case(((5,),)))
     with pytest.raises(ValueError, match="columns is 96, expected a multiple of 32 of at least 128"):
         gather_rows(*inputs.args()[1:3], inputs.token_req, inputs.positions, window=128, columns=96)
+    with pytest.raises(ValueError, match="fill is 48, expected 0 or a multiple of 32"):
+        gather_rows(*inputs.args()[1:3], inputs.token_req, inputs.positions, window=128, columns=128, fill=48)
