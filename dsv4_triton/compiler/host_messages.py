@@ -251,7 +251,10 @@ def _lower(
 
 
 def _in_memory(builder: Builder, value: str, kind: str) -> str:
-    """Address (i64) of a scalar's or tensor's values, dense and in row-major order."""
+    """Address (i64) of a copy of a scalar or tensor, dense and in row-major order.
+
+    Without the copy, bufferization would not see that the value is read here and could reuse its buffer before.
+    """
     shaped = Shaped.parse(kind)
     if shaped is None:
         memref = f"memref<1x{kind}>"
@@ -259,7 +262,9 @@ def _in_memory(builder: Builder, value: str, kind: str) -> str:
         builder.store(value, buffer, memref, [builder.index(0)])
     else:
         memref = str(shaped.of(kind="memref"))
-        buffer = builder.op("bufferization.to_memref", [(value, kind)], memref, {"read_only": None})
+        buffer = builder.alloc(memref)
+        extents = list(shaped.shape)
+        builder.loops(extents, lambda inner, i: inner.store(inner.load(value, kind, i), buffer, memref, i))
     return _address(builder, buffer, memref)
 
 

@@ -58,6 +58,19 @@ def show_masked(x, n, N: tl.constexpr):
 
 
 @triton.jit
+def show_after_use(x, o, limit, N: tl.constexpr):
+    i = tl.arange(0, N)
+    v = tl.load(x + i)
+    w = v * 2 + 1
+    fits = w < limit
+    both = tl.where(fits, w, -w)
+    tl.store(o + i, both + 1)
+    tl.device_print("v", v, w, fits, both)
+    tl.device_assert(fits, "w")
+    tl.store(o + i, both)
+
+
+@triton.jit
 def show_pointer(x):
     tl.store(x, 1.0)
     tl.device_print("x", x)

@@ -122,6 +122,19 @@ def test_masks(n, printed):
     ]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.bfloat16], ids=str)
+def test_values_that_were_used_before(dtype, printed):
+    """The buffer of a value may be used again after its last use, and a message is one."""
+    x, o = torch.arange(4).to(dtype), torch.zeros(4, dtype=dtype)
+    with pytest.raises(DeviceAssertionError, match=r"w \[program \(0, 0, 0\), element \(2\), 2 of 4 elements\]"):
+        k.show_after_use[(1,)](x, o, 4, 4, debug=True)
+    rows = [x, x * 2 + 1, x * 2 + 1 < 4, torch.tensor([1, 3, -5, -7]).to(dtype)]
+    assert printed() == [
+        f"pid (0, 0, 0) v: (operand {i}) {' '.join(map(str, row.tolist()))}" for i, row in enumerate(rows)
+    ]
+    assert o.tolist() == [2, 4, -4, -6]
+
+
 @pytest.mark.usefixtures("four_threads")
 def test_whole_lines_from_many_threads(printed):
     x = torch.zeros(64 * 3, 16, dtype=torch.int32)
