@@ -53,6 +53,11 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
     ("compressor_fold", {"state": paged(2048), "weight": floats(512), "cache": paged(512), **_FOLD}),
     ("compressor_fold", {"state": paged(512), "weight": floats(128), "cache": paged(128), **_FOLD}),
     ("compressor_fold", {"state": paged(512), "weight": floats(128), "out": floats(T, 128), **_FOLD}),
+    ("compressor_fold_keys", {
+        "state": paged(2048), "state_table": ints(B, 4), "slots": ints(T), "weight": floats(512), "cache": paged(512),
+        "key_state": paged(512), "key_state_table": ints(B, 4), "key_slots": ints(T), "key_weight": floats(128),
+        "hadamard": floats(128, 128), "key_cache": _INT8, "scale_cache": floats(5, 16, dtype=torch.float16),
+        "token_req": ints(T), **_ROTATE, "eps": 1e-6}),
     ("compressor_state_insert", {
         "proj": floats(T, 64), "ape": floats(4, 32), "positions": ints(T), "state": paged(64), "slots": ints(T)}),
     ("gather_rows", {**_WINDOW, **_DENSE, "columns": 192}),
@@ -83,9 +88,14 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
         "q": floats(T, H, 128, dtype=torch.int8), "q_scale": floats(T, H, dtype=torch.float16),
         "weights": floats(T, H), "key_cache": _INT8, "scale_cache": floats(5, 16, dtype=torch.float16), **_SCORE,
         "out": floats(T, 40)}),
-    ("indexer_topk", {"scores": floats(T, 40), "n_vis": ints(T), "k": 8, "out": ints(T, 8)}),
+    ("indexer_topk", {"scores": floats(T, 40), "n_vis": ints(T), "k": 8, "out": ints(T, 8), "workspace": scratch()}),
     ("kv_norm_rope_insert", {
         "kv": floats(T, 512), "weight": floats(512), **_ROTATE, "cache": paged(512), "slots": ints(T), "eps": 1e-6}),
+    ("latent_norm_insert", {
+        "latent": floats(T, 32), "latent_weight": floats(32), "kv": floats(T, 512), "kv_weight": floats(512),
+        **_ROTATE, "cache": paged(512), "slots": ints(T), "eps": 1e-6, "proj": floats(T, 2048),
+        "ape": floats(4, 1024), "state": paged(2048), "state_slots": ints(T), "index_proj": floats(T, 512),
+        "index_ape": floats(4, 256), "index_state": paged(512), "index_slots": ints(T), "out": floats(T, 32)}),
     ("moe_experts", {
         "x": floats(T, 32), "w13": floats(4, 32, 32), "w2": floats(4, 32, 16), "weights": floats(T, 2),
         "ids": ints(T, 2), "swiglu_limit": None, "out": floats(T, 32)}),
