@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Optional, cast
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from dsv4_triton import __version__
 
@@ -27,7 +28,8 @@ app = typer.Typer(
         "[bold]  vllm serve MODEL[/bold]\n\n"
         "Start here:\n\n"
         "[bold]  dsv4-triton doctor[/bold]             what is installed, what is missing\n\n"
-        "[bold]  dsv4-triton demo DIR --serve[/bold]   write a small random model, talk to it"
+        "[bold]  dsv4-triton demo DIR --serve[/bold]   write a small random model, talk to it\n\n"
+        "[bold]  dsv4-triton compile --family a2[/bold]  compile every kernel for an NPU, without one"
     ),
 )
 
@@ -146,6 +148,66 @@ def demo(
     raise typer.Exit(run_demo(directory, dtype=dtype, port=port, smoke=smoke, console=console))
 
 
+@app.command("compile")
+def compile_kernels(
+    family: Annotated[str, typer.Option(help="a2, a3 or a5.")],
+    kernel: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(metavar="OP", help="An op of the registry; may be given several times. Without it: all."),
+    ] = None,
+    model: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(help="flash, pro or demo; may be given several times. Without it: flash and pro."),
+    ] = None,
+    case: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(metavar="NAME", help="A case or a pattern such as '*/decode/b64/*'; may be given several times."),
+    ] = None,
+    jobs: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, metavar="N", help="Compiles at once. Default: the CPUs."),
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Time for one compile.")] = 300.0,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Fail for what is merely slow, too: notes, element loops, idle cores.")
+    ] = False,
+    json: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(metavar="FILE", help="Write everything that is known to FILE as JSON."),
+    ] = None,
+) -> None:
+    """Compile kernels for a device family, without a device: every op at the shapes of the models.
+
+    Kernels go through triton-ascend and the HIVM compiler, their memory is planned and their calls are looked up in the
+    device library. The exit status is 1 when one fails or would be wrong, 2 for a request that makes no sense.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from dsv4_triton import offline
+    from dsv4_triton.bench.registry import RegistryError
+    from dsv4_triton.compiler.ascend_tools import ToolMissingError
+
+    console = Console()
+    columns = SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
+    try:
+        chosen = offline.family_named(family)
+        cases = offline.choose(kernel or (), model or (), case or ())
+        with Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
+            task = bar.add_task("")
+            compiled = offline.compile_cases(
+                cases, chosen, jobs=jobs, seconds=seconds,
+                progress=lambda done, total, what: bar.update(task, completed=done, total=total, description=what),
+            )  # fmt: skip
+        if json is not None:
+            json.write_text(offline.as_json(compiled, chosen))
+    except (ValueError, ToolMissingError, RegistryError, OSError) as error:
+        console.print(f"[bold red]error:[/bold red] {escape(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    console.print(offline.table(compiled, chosen))
+    console.print(offline.summary(compiled, chosen), highlight=False)
+    raise typer.Exit(0 if offline.succeeded(compiled, strict=strict) else 1)
+
+
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
 def bench(
     context: typer.Context,
@@ -157,7 +219,8 @@ def bench(
     """
     from dsv4_triton import bench as package
 
-    known = [module.name for module in pkgutil.iter_modules(package.__path__) if not module.name.startswith("_")]
+    modules = pkgutil.iter_modules(package.__path__)
+    known = [module.name for module in modules if not module.name.startswith("_") and not module.ispkg]
     if name in known:
         command = [sys.executable, "-m", f"{package.__name__}.{name}", *context.args]
         raise typer.Exit(subprocess.call(command))

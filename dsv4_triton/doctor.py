@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,7 +20,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dsv4_triton import __version__
-from dsv4_triton.device import HOST, Family, UnsupportedDeviceError, family_of_soc
+from dsv4_triton.compiler.ascend_tools import ToolMissingError, Tools, tools_for
+from dsv4_triton.device import FAMILIES, HOST, Family, UnsupportedDeviceError, family_of_soc
 
 Status = Literal["ok", "warn", "fail"]
 PLUGIN = "dsv4_triton.backend.plugin"
@@ -139,12 +141,48 @@ def _compilers(versions: dict[str, str], *, on_host: bool) -> Iterator[Check]:
     )
     npuir = module_folder("ascendnpuir")
     install = f"pip install --no-deps ascendnpu-ir=={TESTED_HOST['ascendnpu-ir']}"
-    for name, purpose in (
-        ("bishengir-opt", on_host),  # lowers kernels for the host CPU
-        ("bishengir-compile", False),  # offline compile for A2 and A3
-        ("bishengir-compile-a5", False),
-    ):
-        yield _tool(name, npuir / "bin" / name if npuir else None, install, needed=purpose)
+    yield _tool("bishengir-opt", npuir / "bin" / "bishengir-opt" if npuir else None, install, needed=on_host)
+    for arch in dict.fromkeys(family.arch for family in FAMILIES.values() if family.arch):
+        yield from _offline_compiler(arch, install, on_host=on_host)
+
+
+def _offline_compiler(arch: str, install: str, *, on_host: bool) -> Iterator[Check]:
+    """Compiler, device library and last step of one instruction set; serving on the host needs none of them."""
+    families = ", ".join(family.name for family in FAMILIES.values() if family.arch == arch)
+    try:
+        tools = tools_for(arch)
+    except ToolMissingError as error:
+        yield Check(f"compiler ({families})", "warn", str(error).partition(":")[0], install)
+        return
+    yield Check(f"compiler ({families})", "ok", f"{_version_of_tool(tools.compiler)}, {tools.compiler}")
+    yield _library(families, tools, install)
+    absent = "absent (part of CANN): compiles end with planned HIVM, without a binary"
+    last = f"hivmc ({families})"
+    if tools.hivmc is not None:
+        yield Check(last, "ok", f"{_version_of_tool(tools.hivmc)}, {tools.hivmc}")
+    elif on_host:
+        yield Check(last, "ok", absent)
+    else:
+        yield Check(last, "warn", absent, "source CANN's set_env.sh")
+
+
+def _library(families: str, tools: Tools, install: str) -> Check:
+    missing = [str(file) for file in tools.libraries.values() if not file.is_file()]
+    name = f"device library ({families})"
+    if missing:
+        return Check(name, "warn", f"missing: {', '.join(missing)}", install)
+    files = list(tools.libraries.values())
+    return Check(name, "ok", f"{' and '.join(file.name for file in files)} in {files[0].parent}")
+
+
+def _version_of_tool(tool: Path) -> str:
+    """The first line that a compiler prints about its version."""
+    try:
+        run = subprocess.run([str(tool), "--version"], capture_output=True, text=True, timeout=_PROBE_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"does not run: {error}"
+    lines = run.stdout.strip().splitlines()
+    return re.sub(r" \(.*\)", "", lines[0].strip()) if lines else "no version"
 
 
 def _plugin() -> Check:

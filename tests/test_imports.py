@@ -26,8 +26,9 @@ ALLOWED = {
     "model": BASE | {"hadamard", "compiler", "kernels", "backend", "model"},
     "bench": BASE | {"hadamard", "compiler", "kernels", "reference", "backend", "model", "demo", "bench"},
     "demo": {"demo"},
-    "doctor": {"device"},
-    "cli": {"doctor", "demo", "compiler", "kernels", "bench", *BASE},
+    "offline": BASE | {"compiler", "bench"},
+    "doctor": {"device", "compiler"},
+    "cli": {"doctor", "demo", "compiler", "kernels", "bench", "offline", *BASE},
 }
 """What each part of the package may import of the others; the package itself (its version) is open to all."""
 

@@ -49,6 +49,31 @@ class CompileResult:
     def ok(self) -> bool:
         return self.status == "ok"
 
+    @property
+    def faults(self) -> list[str]:
+        """Why the compiled kernel would be wrong, or would not get as far as a device."""
+        if self.facts is None:
+            return []
+        found = [
+            f"{read.operation} reads {read.bytes} bytes of {read.memory} that nothing wrote"
+            for read in self.facts.unwritten
+        ]
+        if self.missing:
+            found.append(f"the device library lacks {', '.join(self.missing)}")
+        return found
+
+    @property
+    def losses(self) -> list[str]:
+        """What makes the compiled kernel slower than it looks."""
+        found = [note for note in self.said.notes if "retrying" not in note]
+        if self.facts is None:
+            return found
+        if self.facts.both_vector_cores is False:
+            found.append("vector work is not split over both vector cores")
+        if self.facts.scalar_loops:
+            found.append(f"{len(self.facts.scalar_loops)} loops over single elements")
+        return found + [f"{name.rpartition('.')[2]} goes by single elements" for name in self.facts.scalar_library]
+
     def as_dict(self) -> dict[str, Any]:
         """Everything but the texts, for JSON."""
         return {name: value for name, value in asdict(self).items() if name not in _TEXTS}

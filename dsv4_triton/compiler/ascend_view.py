@@ -45,8 +45,9 @@ class View:
 
     @property
     def works(self) -> bool:
-        """Whether it computes or moves anything."""
-        return any(self.is_tile_work(op) or op.name == "memref.store" for op in self.ops)
+        """Whether it moves anything. A5's compiler leaves code behind that only fills buffers nobody reads."""
+        stored = (self.space(op.operands[1]) for op in self.ops if op.name == "memref.store")
+        return any(op.name in DMA for op in self.ops) or any(space != "stack" for space in stored)
 
     @property
     def stores_of_first_core(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -25,7 +25,7 @@ class Fixup:
 
     name: str
     arch: str
-    versions: dict[str, tuple[str, ...]]
+    versions: Mapping[str, tuple[str, ...]]
     reason: str
     rewrite: Callable[[str], str] | None = None
 

@@ -1,0 +1,185 @@
+"""Offline compile of the registry's cases: what `dsv4-triton compile` does and prints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from dsv4_triton import __version__
+from dsv4_triton.bench.registry import MODELS, Case, select
+from dsv4_triton.compiler.ascend import compile_all
+from dsv4_triton.compiler.ascend_result import CompileResult
+from dsv4_triton.compiler.ascend_tools import tools_for
+from dsv4_triton.compiler.launches import Launch, recording
+from dsv4_triton.device import FAMILIES, Family, acting_as
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One launch of one case, compiled; `launch` is None where the op itself refused the case (`result` says why)."""
+
+    case: Case
+    launch: Launch | None
+    result: CompileResult
+
+
+def family_named(name: str) -> Family:
+    """A family with an offline compile; `ValueError` listing them for any other name."""
+    there = {family.name: family for family in FAMILIES.values() if family.arch}
+    if name not in there:
+        raise ValueError(f"unknown family {name!r}. There are: {', '.join(there)}")
+    return there[name]
+
+
+def choose(kernels: Sequence[str], models: Sequence[str], cases: Sequence[str]) -> list[Case]:
+    """The registry's cases of these kernels, models and names; without a model, of all but the demo checkpoint.
+
+    `RegistryError` for what does not exist, listing what does.
+    """
+    default = [model.name for model in MODELS.values() if not model.demo]
+    return select(kernel=list(kernels) or None, model=list(models) or default, case=list(cases) or None)
+
+
+def record(case: Case, family: Family) -> list[Launch]:
+    """The launches of a case as `family` would make them; nothing runs."""
+    arguments = case.build(family, fill=False).arguments
+    with acting_as(family), recording() as launches:
+        case.launcher(**arguments)
+    return launches
+
+
+def compile_cases(
+    cases: Sequence[Case], family: Family, *, jobs: int | None = None, seconds: float | None = None,
+    progress: Progress | None = None,
+) -> list[Compiled]:  # fmt: skip
+    """Record and compile cases; each launch of each case, in order. Equal specialisations are compiled once.
+
+    `progress(done, total, what)` is called while it works, first over the cases, then over the compiles.
+    """
+    recorded: list[tuple[Case, Launch | None, str]] = []
+    for number, case in enumerate(cases):
+        if progress is not None:
+            progress(number, len(cases), f"recording {case}")
+        try:
+            recorded += [(case, launch, "") for launch in record(case, family)]
+        except Exception as error:
+            # A case that its op refuses is a finding about the case, and no reason to leave the others out.
+            recorded.append((case, None, f"{type(error).__name__}: {error}"))
+    launches = [launch for _, launch, _ in recorded if launch is not None]
+
+    def compiled(done: int, total: int, result: CompileResult) -> None:
+        if progress is not None:
+            progress(done, total, f"compiled {result.kernel}")
+
+    limit = {} if seconds is None else {"seconds": seconds}
+    results = iter(compile_all(launches, family, jobs=jobs, progress=compiled, **limit))
+    return [
+        Compiled(case, launch, next(results) if launch is not None else _refused(case, family, problem))
+        for case, launch, problem in recorded
+    ]
+
+
+def _refused(case: Case, family: Family, problem: str) -> CompileResult:
+    return CompileResult(case.op, family.name, "failed", "launch", f"{case}: {problem}")
+
+
+def by_code(compiled: Iterable[Compiled]) -> Iterator[tuple[CompileResult, list[Compiled]]]:
+    """Compiled launches that share their code, in the order of their first use."""
+    groups: dict[int, list[Compiled]] = {}
+    for one in compiled:
+        groups.setdefault(id(one.result), []).append(one)
+    for group in groups.values():
+        yield group[0].result, group
+
+
+def table(compiled: Sequence[Compiled], family: Family) -> Any:
+    """A rich table with a line for each compiled specialisation."""
+    from rich.table import Table
+    from rich.text import Text
+
+    limits = {"UB": family.ub_bytes, "L1": family.l1_bytes, "L0C": family.l0c_bytes}
+    title = f"{family.title}, compiled for {family.target}; memories in percent"
+    result = Table(box=None, pad_edge=False, title=title, title_justify="left")
+    for heading in ("op", "kernel", "case", "", "core"):
+        result.add_column(heading, overflow="fold")
+    for memory in limits:
+        result.add_column(memory, justify="right")
+    result.add_column("remarks", overflow="fold", ratio=1)
+    for one, group in by_code(compiled):
+        first, others = group[0].case, len({c.case for c in group}) - 1
+        name = f"{first.name} +{others}" if others else first.name
+        good = one.ok and not one.faults
+        style = "green" if good and not one.losses else "yellow" if good else "bold red"
+        used = {memory: one.facts.used(memory) if one.facts else 0 for memory in limits}
+        shares = [f"{100 * used[memory] / limits[memory]:.0f}" if used[memory] else "" for memory in limits]
+        remarks = "; ".join([*one.faults, *one.losses] if one.ok else [one.message])
+        result.add_row(
+            first.op, one.kernel.strip("_").removesuffix("_kernel"), name, Text(one.status, style),
+            one.facts.core if one.facts else "", *shares, Text(remarks, "" if good else style),
+        )  # fmt: skip
+    return result
+
+
+def summary(compiled: Sequence[Compiled], family: Family) -> str:
+    """One sentence on the whole, and one on the last step."""
+    groups = [result for result, _ in by_code(compiled)]
+    cases, failed = len({one.case for one in compiled}), sum(not result.ok for result in groups)
+    parts = [f"{len(groups)} kernels of {cases} cases: {len(groups) - failed} compiled, {failed} failed"]
+    for what, number in {
+        "with faults": sum(bool(result.faults) for result in groups),
+        "slower than they look": sum(bool(result.losses) for result in groups),
+        "from the cache": sum(result.cached for result in groups),
+    }.items():
+        if number:
+            parts.append(f"{number} {what}")
+    if tools_for(family.arch).hivmc is None:
+        last = "hivmc (part of CANN) is not installed, so that no binary was made: the compile ends with planned HIVM."
+    else:
+        last = "hivmc made the binaries."
+    return f"{'; '.join(parts)}. {last} Nothing ran on a device."
+
+
+def as_json(compiled: Sequence[Compiled], family: Family) -> str:
+    """The table with everything that is known, one entry for each compiled specialisation."""
+    versions = {}
+    for package in ("triton-ascend", "ascendnpu-ir"):
+        versions[package] = metadata.version(package)
+    entries = [
+        {
+            "op": group[0].case.op,
+            "cases": sorted({one.case.name for one in group}),
+            "launches": len(group),
+            **_specialisation(group[0].launch),
+            "faults": result.faults,
+            "losses": result.losses,
+            **result.as_dict(),
+        }
+        for result, group in by_code(compiled)
+    ]
+    content = {
+        "dsv4_triton": __version__, "family": family.name, "target": family.target, "versions": versions,
+        "hivmc": tools_for(family.arch).hivmc is not None, "ok": succeeded(compiled), "kernels": entries,
+    }  # fmt: skip
+    return json.dumps(content, indent=1) + "\n"
+
+
+def _specialisation(launch: Launch | None) -> dict[str, Any]:
+    if launch is None:
+        return {}
+    signature = launch.signature
+    return {
+        "types": signature.types,
+        "constants": {name: repr(value) for name, value in signature.constants.items()},
+        "options": {name: repr(value) for name, value in launch.options.items()},
+    }
+
+
+def succeeded(compiled: Iterable[Compiled], *, strict: bool = False) -> bool:
+    """Whether all compiled and none would be wrong; `strict`: and none lost anything."""
+    results = [result for result, _ in by_code(compiled)]
+    return all(r.ok and not r.faults and not (strict and r.losses) for r in results)
