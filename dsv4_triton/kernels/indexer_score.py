@@ -7,11 +7,12 @@ q [T, HI, 128] and key_cache [blocks, rows, 128] share a dtype: int8 (fp16 scale
 integer maximum), float8_e4m3fn (fp32 scales), bf16 or fp32 (no scales). weights [T, HI] fp32 carry every constant
 factor. Entry s is row s % rows of block table[req, s // rows]. Scores are fp32; nothing is rounded before the sum.
 
-A tile is BLOCK rows of one page: K [BLOCK, 128] times q^T [128, HI], so that the sum over heads is along the last
-axis. Tiles from n_vis on are not read; rows from n_vis on inside the last tile are computed and replaced. Grid: one
-program per cube core at most, persistent over (token, group of GROUP tiles). L0C bytes: BLOCK * HI * 4. UB bytes:
-about BLOCK * HI * 8. On A2 and A3 `tile_mix_vector_loop=1` divides the vector work between both vector cores, and a
-single store per tile keeps matrix and vector work overlapped; hence a second kernel for the rest of the row.
+A tile is BLOCK rows of one page: q [HI, 128] times K^T [128, BLOCK]; the other way round A5 transposes on the vector
+core, with a function that its device library lacks. Tiles from n_vis on are not read; rows from n_vis on inside the
+last tile are computed, and replaced if the caller wants them hidden. Grid: one program per cube core at most,
+persistent over (token, group of GROUP tiles). L0C bytes: BLOCK * HI * 4. UB bytes: about BLOCK * HI * 8. On A2 and A3
+`tile_mix_vector_loop=1` divides the vector work between both vector cores, and a single store per tile keeps matrix and
+vector work overlapped; hence a second kernel for the rest of the row.
 Families: all (e4m3 where the matrix unit has it: A5, host). Source: docs/model.md, section 6.
 """
 
@@ -54,6 +55,7 @@ def _indexer_score_kernel(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     SCALED: tl.constexpr,
+    HIDE: tl.constexpr,
 ):
     """Item i is group `i % groups` of token `i // groups`; tile j covers entries j * BLOCK on."""
     head = tl.arange(0, H)
@@ -66,7 +68,7 @@ def _indexer_score_kernel(
         visible = tl.minimum(tl.load(n_vis_ptr + token), max_entries)
         table = table_ptr + tl.maximum(tl.load(token_req_ptr + token), 0).to(tl.int64) * table_stride
         source = q_ptr + tl.cast(token, tl.int64) * (H * D)
-        q = tl.trans(tl.load(source + head[:, None] * D + feature[None, :]))
+        q = tl.load(source + head[:, None] * D + feature[None, :])
         weight = tl.load(weights_ptr + tl.cast(token, tl.int64) * weights_stride + head)
         if SCALED:
             weight = weight * tl.load(q_scale_ptr + token * H + head).to(tl.float32)
@@ -76,10 +78,11 @@ def _indexer_score_kernel(
             block = tl.maximum(tl.load(table + entry // ROWS), 0).to(tl.int64)
             first = entry % ROWS
             keys = tl.load(keys_ptr + block * key_stride + first * D + row[:, None] * D + feature[None, :])
-            score = tl.sum(_relu(tl.dot(keys, q)) * weight[None, :], axis=1)
+            score = tl.sum(_relu(tl.dot(q, tl.trans(keys))) * weight[:, None], axis=0)
             if SCALED:
                 score = score * tl.load(key_scale_ptr + block * scale_stride + first + row).to(tl.float32)
-            score = tl.where(row < visible - entry, score, float("-inf"))
+            if HIDE:
+                score = tl.where(row < visible - entry, score, float("-inf"))
             tl.store(target + entry + row, score, mask=row < max_entries - entry)
 
 
@@ -119,12 +122,13 @@ def indexer_score(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Scores [T, max_entries] fp32 of the entries 0..n_vis[t]-1 of each token's request; -inf from n_vis[t] on, or
-    with `hide=False` unwritten where a whole tile is hidden, which `indexer_topk` never reads: one launch less.
+    with `hide=False` anything, which saves a launch: `indexer_topk` never reads it.
 
     q [T, HI, 128] and key_cache [blocks, rows, 128] (any block stride) are both int8, float8_e4m3fn, bf16 or fp32;
     int8 and e4m3 need q_scale [T, HI] and scale_cache [blocks, rows] (fp16 and fp32), the others take None.
     weights [T, HI] fp32 (rows of any stride); block_table [B, M] int32; token_req and n_vis [T] int32 (0 visible
-    entries for padding). The rows of a block must be a power of two, or a multiple of 128. TypeError or ValueError names the argument.
+    entries for padding). The rows of a block must be a power of two, or a multiple of 128. TypeError or ValueError
+    names the argument.
     """
     check_tensor(OP, "q", q, (None, None, DIM), tuple(FORMATS))
     tokens, heads, _ = q.shape
@@ -183,6 +187,7 @@ def indexer_score(
         BLOCK=tile,
         GROUP=TILES_PER_GROUP,
         SCALED=scaled,
+        HIDE=hide,
         tile_mix_vector_loop=1,
     )
     return out

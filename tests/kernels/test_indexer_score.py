@@ -84,15 +84,15 @@ def test_pages_larger_than_a_tile() -> None:
 
 
 def test_without_hiding_what_is_visible_is_the_same() -> None:
-    """Tiles without a visible entry keep what was there; in the last visible tile the rest is still -inf."""
+    """What stands beyond the visible entries is nobody's business then, but whole tiles of it are not computed."""
     case = Case(torch.int8, [37, 0, 64])
     tokens = case.tokens([0, 1, 2, 0], [37, 0, 64, 3])
     out = poisoned((4, 64), torch.float32)
     case.run(indexer_score, tokens, 64, hide=False, out=out)
     expected = case.run(indexer_score, tokens, 64)
-    for row, end in enumerate((48, 0, 64, 16)):
-        assert_equal(out[row, :end], expected[row, :end])
-        assert out[row, end:].isnan().all()
+    for row, (visible, computed) in enumerate(((37, 48), (0, 0), (64, 64), (3, 16))):
+        assert_equal(out[row, :visible], expected[row, :visible])
+        assert_equal(out[row, computed:], poisoned((64 - computed,), torch.float32))
 
 
 def test_weights_may_be_a_slice_of_wider_rows() -> None:

@@ -51,9 +51,10 @@ def _state_after(inputs: Inputs, returned: Any) -> dict[str, torch.Tensor]:
 
 
 def _minimum_insert(job: Job) -> Minimum:
-    """A row in and out for each token, the position embedding once."""
+    """A row in and out for each token, every row of the position embedding that is used once."""
     ratio, row = _kind(job.variant)[0], _state(job).row_bytes
-    return Minimum(job.tokens * (2 * row + 8) + ratio * row // 2)
+    used = len((job.step.positions()[: job.tokens - job.step.padding] % ratio).unique())
+    return Minimum(job.tokens * (2 * row + 8) + used * row // 2)
 
 
 def _build_fold(job: Job, make: Maker) -> dict[str, Any]:

@@ -37,7 +37,9 @@ def _topk_shapes(model: Model) -> list[Shape]:
 
 
 def _score_shapes(model: Model) -> list[Shape]:
-    return of_each_geometry(_topk_shapes(model))
+    """Served without hiding; `hidden` fills the rest of each row with -inf."""
+    hidden = [Shape(step, "hidden") for step in by_context(model, 32 * KI)]
+    return [*of_each_geometry(_topk_shapes(model)), *hidden]
 
 
 def _queries(job: Job) -> int:
@@ -113,7 +115,15 @@ def _build_score(job: Job, make: Maker) -> dict[str, Any]:
         "token_req": make.to(job.step.token_req()),
         "n_vis": make.to(job.step.visible(4)),
         "max_entries": job.step.longest // 4,
+        "hide": job.variant == "hidden",
     }
+
+
+def _visible(inputs: Inputs, returned: Any) -> dict[str, torch.Tensor]:
+    if inputs.arguments["hide"]:
+        return {"scores": returned}
+    column = torch.arange(returned.shape[1], device=returned.device)
+    return {"visible scores": torch.where(column < inputs.arguments["n_vis"][:, None], returned, 0.0)}
 
 
 def _minimum_score(job: Job) -> Minimum:
@@ -152,6 +162,7 @@ ENTRIES = (
         _build_score,
         _minimum_score,
         _SCORES,
+        outcome=_visible,
         baselines=("npu_vllm_quant_lightning_indexer",),
     ),
     Entry("indexer_topk", _topk_shapes, _build_topk, _minimum_topk, EXACT, baselines=("torch.topk",)),
