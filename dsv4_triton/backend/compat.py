@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
 
 from dsv4_triton.backend.geometry import Pages
 
+logger = logging.getLogger(f"vllm.{__name__}")
+
+API_SERVER = "vllm.entrypoints.openai.api_server"
 ENDLESS = 1 << 30
 """A window, in tokens, longer than any request."""
 
@@ -85,3 +91,34 @@ def layer_of(name: str) -> Any:
     from vllm.forward_context import get_forward_context
 
     return get_forward_context().no_compile_layers[name]
+
+
+def extend_api_server(architecture: str, extension: str) -> None:
+    """Let `extension` ("module:function") change each HTTP app that this process builds for a model of `architecture`.
+
+    A process that has not loaded vLLM's API server (an engine, a worker, offline use) builds no app and is left alone.
+    Without the extension the server still serves, so whatever stands in its way is logged and no error.
+    """
+    for module in (sys.modules.get(API_SERVER), sys.modules.get("__main__")):
+        if getattr(getattr(module, "__spec__", None), "name", None) != API_SERVER:
+            continue
+        build = getattr(module, "build_app", None)
+        if build is None:
+            logger.warning("%s has no build_app: some malformed requests will be answered with 500", API_SERVER)
+        elif not hasattr(build, "_dsv4_triton_extended"):
+            module.build_app = _extending(build, architecture, extension)  # type: ignore[union-attr]
+
+
+def _extending(build: Callable[..., Any], architecture: str, extension: str) -> Callable[..., Any]:
+    def build_app(args: Any, supported_tasks: Any = None, model_config: Any = None) -> Any:
+        app = build(args, supported_tasks, model_config)
+        if architecture in (getattr(model_config, "architectures", None) or ()):
+            module, function = extension.split(":")
+            try:
+                getattr(import_module(module), function)(app)
+            except (ImportError, AttributeError) as error:
+                logger.warning("some malformed requests will be answered with 500: %s", error)
+        return app
+
+    build_app._dsv4_triton_extended = True  # type: ignore[attr-defined]
+    return build_app

@@ -11,6 +11,7 @@ from importlib.metadata import entry_points
 ARCHITECTURE = "DeepseekV4ForCausalLM"
 MODEL_CLASS = "dsv4_triton.model.causal_lm:TritonDeepseekV4ForCausalLM"
 BACKEND_CLASS = "dsv4_triton.backend.attention_backend.TritonDsaBackend"
+API_EXTENSION = "dsv4_triton.backend.api_server:answer_client_errors"
 HOST_PLATFORM_CLASS = "dsv4_triton.backend.platform_cpu.HostPlatform"
 
 _PLATFORM_GROUP = "vllm.platform_plugins"
@@ -18,13 +19,14 @@ _probing_platforms = False
 
 
 def register() -> None:
-    """Register the model class and the attention backend `CUSTOM` with vLLM."""
+    """Register the model class, the attention backend `CUSTOM` and the HTTP server's extension with vLLM."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from dsv4_triton.backend.compat import pin_model
+    from dsv4_triton.backend.compat import extend_api_server, pin_model
 
     pin_model(ARCHITECTURE, MODEL_CLASS)
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND_CLASS)
+    extend_api_server(ARCHITECTURE, API_EXTENSION)
 
 
 def platform() -> str | None:
