@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from dsv4_triton.backend.geometry import Pages
 from dsv4_triton.bench.registry import caches
 from dsv4_triton.bench.registry.case import Entry, Inputs, Job, Minimum, Shape, of_each_geometry
 from dsv4_triton.bench.registry.compare import BF16_ROUNDING, Tolerance
@@ -86,6 +87,63 @@ def _build_kv(job: Job, make: Maker) -> dict[str, Any]:
         "eps": job.model.rms_eps,
         "fake_quant": job.variant == "fake-quant",
     }
+
+
+def _latent_shapes(model: Model) -> list[Shape]:
+    """The kinds of layers: c4 layers have two compressors whose rows go to their states, c128 layers one."""
+    kinds = ("window", "c4", "c128")
+    return of_each_geometry([Shape(step, kind) for step in by_context(model, 32 * KI) for kind in kinds])
+
+
+def _build_latent(job: Job, make: Maker) -> dict[str, Any]:
+    """Latent and kv, and the rows of the compressors, are columns of one product each, as the model's layers give."""
+    m, layout, ratio = job.model, job.layout, ratio_of(job.variant)
+    product = make.data(job.tokens, m.q_lora + HEAD_DIM)
+    cache, where = caches.kv_rows(job, make, layout.window)
+    arguments: dict[str, Any] = {
+        "latent": product[:, : m.q_lora],
+        "latent_weight": make.data(m.q_lora, mean=1.0, std=0.2),
+        "kv": product[:, m.q_lora :],
+        "kv_weight": make.data(HEAD_DIM, mean=1.0, std=0.2),
+        **_positions(job, make),
+        "cache": cache,
+        "slots": where.slots,
+        "eps": m.rms_eps,
+    }
+    for prefix, pages in state_pages(job).items():
+        state, of_state = caches.state_rows(job, make, pages)
+        width = pages.width
+        wide = make.data(job.tokens, caches.compressor_columns(job, ratio), dtype=FP32)
+        start = 0 if not prefix else layout.state[4].width
+        arguments |= {
+            f"{prefix}proj": wide[:, start : start + width],
+            f"{prefix}ape": make.data(ratio, width // 2, dtype=FP32, std=0.5),
+            f"{prefix}state": state,
+            "index_slots" if prefix else "state_slots": of_state.slots,
+        }
+    return arguments
+
+
+def state_pages(job: Job) -> dict[str, Pages]:
+    """Pages of the compressor states of the variant's kind of layer, by the prefix of their arguments."""
+    ratio = ratio_of(job.variant)
+    pages = {"": job.layout.state[ratio]} if ratio else {}
+    return pages | {"index_": job.layout.index_state} if ratio == 4 else pages
+
+
+def _latent_after(inputs: Inputs, returned: Any) -> dict[str, torch.Tensor]:
+    left = {"latent": returned, **inserted(inputs, returned)}
+    for cache, slots in (("state", "state_slots"), ("index_state", "index_slots")):
+        if cache in inputs.arguments:
+            after = caches.written_rows(inputs.arguments[cache], inputs.arguments[slots])
+            left |= {f"{cache}, {name}": rows for name, rows in after.items()}
+    return left
+
+
+def _minimum_latent(job: Job) -> Minimum:
+    """Latent in and out, a row into the window cache, and one into each state."""
+    states = sum(2 * pages.row_bytes + 4 for pages in state_pages(job).values())
+    return Minimum(_minimum_kv(job).bytes + job.tokens * (job.model.q_lora * 4 + states) + job.model.q_lora * 2)
 
 
 def insert_tolerance(job: Job) -> Tolerance:
@@ -273,6 +331,15 @@ ENTRIES = (
         insert_tolerance,
         written=("cache",),
         outcome=inserted,
+    ),
+    Entry(
+        "latent_norm_insert",
+        _latent_shapes,
+        _build_latent,
+        _minimum_latent,
+        insert_tolerance,
+        written=("cache", "state", "index_state"),
+        outcome=_latent_after,
     ),
     Entry(
         "sparse_attention",

@@ -66,6 +66,15 @@ def state_rows(job: Job, make: Maker, pages: Pages) -> tuple[torch.Tensor, Table
     return state, where
 
 
+def compressor_columns(job: Job, ratio: int) -> int:
+    """Columns of the fp32 product of a layer's hidden states: rows of its states and, for c4, the indexer's head
+    weights."""
+    layout = job.layout
+    if ratio == 128:
+        return layout.state[128].width
+    return layout.state[4].width + layout.index_state.width + job.model.index_heads
+
+
 def index_dtype(family: Family) -> torch.dtype:
     """dtype of stored indexer keys, and of the queries that meet them."""
     return INDEX_STORAGE[family.index_format][0] if family.index_format in INDEX_STORAGE else torch.bfloat16

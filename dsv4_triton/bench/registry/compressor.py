@@ -10,13 +10,16 @@ from dsv4_triton.backend.geometry import Pages, overlap
 from dsv4_triton.bench.registry import caches
 from dsv4_triton.bench.registry.attention import ANGLES, insert_tolerance, inserted
 from dsv4_triton.bench.registry.case import Entry, Inputs, Job, Minimum, Shape, of_each_geometry
-from dsv4_triton.bench.registry.compare import EXACT
+from dsv4_triton.bench.registry.compare import EXACT, Tolerance
+from dsv4_triton.bench.registry.indexer import stored_keys
 from dsv4_triton.bench.registry.make import Maker
 from dsv4_triton.bench.registry.models import Model
 from dsv4_triton.bench.registry.steps import KI, by_context
 from dsv4_triton.config import HEAD_DIM, INDEX_DIM
+from dsv4_triton.hadamard import sylvester
 
 FP32 = torch.float32
+_KEYS = Tolerance(0.13, 0.06, "one step of e4m3 or of an int8 key: sums in another order before each rounding")
 
 
 def _kind(variant: str) -> tuple[int, int]:
@@ -94,6 +97,50 @@ def _minimum_fold(job: Job) -> Minimum:
     return Minimum(windows * (rows + entry + ANGLES) + dim * 2 + job.tokens * 4)
 
 
+def _keys_shapes(model: Model) -> list[Shape]:
+    return _shapes(model, "c4", "c4-fake-quant")
+
+
+def _build_fold_keys(job: Job, make: Maker) -> dict[str, Any]:
+    """Both compressors of a c4 layer."""
+    state, where = caches.state_rows(job, make, job.layout.state[4])
+    cache, entries = caches.kv_rows(job, make, job.layout.compressed[4])
+    key_state, of_keys = caches.state_rows(job, make, job.layout.index_state)
+    keys, scales, key_entries = caches.index_keys(job, make)
+    return {
+        "state": state,
+        "state_table": where.table,
+        "slots": entries.slots,
+        "weight": make.data(HEAD_DIM, mean=1.0, std=0.2),
+        "cache": cache,
+        "key_state": key_state,
+        "key_state_table": of_keys.table,
+        "key_slots": key_entries.slots,
+        "key_weight": make.data(INDEX_DIM, mean=1.0, std=0.2),
+        "hadamard": make.to(sylvester(INDEX_DIM, dtype=torch.bfloat16)),
+        "key_cache": keys,
+        "scale_cache": scales,
+        "token_req": make.to(job.step.token_req()),
+        "positions": make.to(job.step.positions()),
+        "cos_sin": caches.cos_sin(job, make, compressed=True),
+        "eps": job.model.rms_eps,
+        "fake_quant": job.variant.endswith("fake-quant"),
+    }
+
+
+def _folded_keys(inputs: Inputs, returned: Any) -> dict[str, torch.Tensor]:
+    return inserted(inputs, returned) | stored_keys(inputs, "key_slots")
+
+
+def _minimum_fold_keys(job: Job) -> Minimum:
+    """The folds of both compressors, the key quantised into its cache."""
+    windows, row = job.step.closing(4), job.layout.index_keys.row_bytes
+    main, key = 8 * 2 * HEAD_DIM * 4, 8 * 2 * INDEX_DIM * 4
+    size = windows * (main + job.layout.window.row_bytes + key + row + ANGLES)
+    weights = (HEAD_DIM + INDEX_DIM) * 2 + INDEX_DIM * INDEX_DIM * 2
+    return Minimum(size + weights + job.tokens * 8, windows * INDEX_DIM * INDEX_DIM, torch.bfloat16)
+
+
 ENTRIES = (
     Entry(
         "compressor_state_insert",
@@ -113,5 +160,14 @@ ENTRIES = (
         written=("cache", "out"),
         outcome=_folded,
         baselines=("torch.ops.custom.compressor",),
+    ),
+    Entry(
+        "compressor_fold_keys",
+        _keys_shapes,
+        _build_fold_keys,
+        _minimum_fold_keys,
+        _KEYS,
+        written=("cache", "key_cache", "scale_cache"),
+        outcome=_folded_keys,
     ),
 )

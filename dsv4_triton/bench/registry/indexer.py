@@ -78,15 +78,20 @@ def _build_insert(job: Job, make: Maker) -> dict[str, Any]:
     }
 
 
-def _stored(inputs: Inputs, returned: Any) -> dict[str, torch.Tensor]:
-    keys, scales, slots = (inputs.arguments[name] for name in ("key_cache", "scale_cache", "slots"))
-    after = caches.written_rows(keys, slots)
-    rows = after["written rows"].float()
+def stored_keys(inputs: Inputs, slots: str = "slots") -> dict[str, torch.Tensor]:
+    """The key cache after an insert: the written keys dequantised, everything else bit by bit."""
+    keys, scales, where = (inputs.arguments[name] for name in ("key_cache", "scale_cache", slots))
+    after = {f"keys, {name}": rows for name, rows in caches.written_rows(keys, where).items()}
+    rows = after.pop("keys, written rows").float()
     if scales is not None:
-        scale_after = caches.written_rows(scales[..., None], slots)
+        scale_after = caches.written_rows(scales[..., None], where)
         rows = rows * scale_after["written rows"].float()
-        after["other scales"] = scale_after["other rows"]
-    return after | {"written rows": rows}
+        after["scales, other rows"] = scale_after["other rows"]
+    return after | {"keys, written rows": rows}
+
+
+def _stored(inputs: Inputs, returned: Any) -> dict[str, torch.Tensor]:
+    return stored_keys(inputs)
 
 
 def _minimum_insert(job: Job) -> Minimum:
@@ -100,6 +105,7 @@ def _build_score(job: Job, make: Maker) -> dict[str, Any]:
     keys, scales, where = caches.index_keys(job, make)
     heads = job.model.index_heads
     q = make.data(job.tokens, heads, INDEX_DIM, dtype=FP32 if make.fill else keys.dtype)
+    wide = make.data(job.tokens, caches.compressor_columns(job, 4), dtype=FP32, std=(INDEX_DIM * heads) ** -0.5)
     q_scale = None
     if make.fill:
         q, q_scale = quantise_rows(q, keys.dtype)
@@ -108,7 +114,7 @@ def _build_score(job: Job, make: Maker) -> dict[str, Any]:
     return {
         "q": q,
         "q_scale": q_scale,
-        "weights": make.data(job.tokens, heads, dtype=FP32, std=(INDEX_DIM * heads) ** -0.5),
+        "weights": wide[:, -heads:],
         "key_cache": keys,
         "scale_cache": scales,
         "block_table": where.table,
