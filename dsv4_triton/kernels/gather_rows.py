@@ -37,53 +37,98 @@ BLOCK = 32
 """Columns are counted in blocks of this size."""
 _RECORD_BLOCK = 16
 """Columns of one work item where rows are records: decoding needs more buffers per row."""
+TABLE_ENTRIES = 4096
+"""Entries of a block table that fit UB beside the rows."""
 
 ALL = tl.constexpr(tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _addresses(table_ptr, page_stride, at, PAGE: tl.constexpr, WIDTH: tl.constexpr):
-    page = tl.maximum(tl.load(table_ptr + at // PAGE), 0)
-    return page.to(tl.int64) * page_stride + (at % PAGE) * WIDTH
+def _listed_pages(table_ptr, at, last, PAGE: tl.constexpr, SHIFT: tl.constexpr, TABLE: tl.constexpr):
+    """Pages of the rows `at`, of which `last` is the largest. With TABLE entries in UB, if any, for pages of 2^SHIFT
+    rows: lookups in global memory are scalar code, and A5 has no division of integer vectors."""
+    if TABLE > 0:
+        entry = tl.arange(0, TABLE)
+        table = tl.load(table_ptr + entry, mask=entry < last // PAGE + 1, other=0)
+        return tl.gather(table.to(tl.float32, bitcast=True), at >> SHIFT, 0).to(tl.int32, bitcast=True)
+    else:
+        return tl.load(table_ptr + at // PAGE)
 
 
 @triton.jit
-def _copy_plain(cache_ptr, address, valid, whole, rows_ptr, COLS: tl.constexpr):
+def _run_pages(table_ptr, first, last, j, ALIGNED: tl.constexpr, PAGE: tl.constexpr, COLS: tl.constexpr):
+    """Pages of COLS rows from `first` on, up to `last`; ALIGNED: `first` is a multiple of COLS."""
+    last = tl.minimum(last, first + COLS - 1)
+    if PAGE >= COLS:
+        page = tl.load(table_ptr + first // PAGE)
+        following = tl.load(table_ptr + last // PAGE)
+        return page + (following - page) * tl.minimum(tl.maximum(first % PAGE + j - (PAGE - 1), 0), 1)
+    elif ALIGNED and COLS % PAGE == 0:
+        entry = tl.arange(0, COLS // PAGE)
+        page = tl.load(table_ptr + first // PAGE + entry, mask=entry <= last // PAGE - first // PAGE, other=0)
+        return tl.reshape(tl.broadcast_to(page[:, None], (COLS // PAGE, PAGE)), (COLS,))
+    else:
+        return tl.load(table_ptr + tl.minimum(first + j, last) // PAGE)
+
+
+@triton.jit
+def _places(page, page_stride, at, PAGE: tl.constexpr, WIDTH: tl.constexpr):
+    """Where the rows `at` begin, and that a row in its page may have any length."""
+    return (tl.maximum(page, 0).to(tl.int64) * page_stride + (at % PAGE) * WIDTH)[:, None]
+
+
+@triton.jit
+def _copy_plain(cache_ptr, place, valid, whole, rows_ptr, COLS: tl.constexpr):
     """Copy COLS rows; only a block with holes pays for the mask."""
     dim = tl.arange(0, 512)[None, :]
-    place = tl.arange(0, COLS)[:, None] * 512 + dim
+    target = rows_ptr + tl.arange(0, COLS)[:, None] * 512 + dim
     if whole:
-        tl.store(rows_ptr + place, tl.load(cache_ptr + address[:, None] + dim))
+        tl.store(target, tl.load(cache_ptr + place + dim))
     else:
-        rows = tl.load(cache_ptr + address[:, None] + dim, mask=valid[:, None], other=0.0)
-        tl.store(rows_ptr + place, rows)
+        tl.store(target, tl.load(cache_ptr + place + dim, mask=valid[:, None], other=0.0))
 
 
 @triton.jit
-def _copy_records(bf16_ptr, byte_ptr, address, bf16_address, valid, rows_ptr, COLS: tl.constexpr):
+def _copy_records(bf16_ptr, byte_ptr, bf16_place, place, valid, rows_ptr, COLS: tl.constexpr):
     """Decode COLS records: all but the rotary part at once, then the rotary part."""
     dtype = rows_ptr.dtype.element_ty
     dim = tl.arange(0, 512)[None, :]
-    place = tl.arange(0, COLS)[:, None] * 512
+    target = tl.arange(0, COLS)[:, None] * 512
     lane = tl.arange(0, 64)[None, :]
-    tail = tl.load(byte_ptr + address[:, None] + TAIL_AT + lane)
-    rows = dequantise_rows(tl.load(byte_ptr + address[:, None] + VALUES_AT + dim), tail, COLS)
-    tl.store(rows_ptr + place + dim, tl.where(valid[:, None], rows, 0.0).to(dtype), mask=dim < 448)
-    rope = tl.load(bf16_ptr + bf16_address[:, None] + lane)
-    tl.store(rows_ptr + place + 448 + lane, tl.where(valid[:, None], rope.to(tl.float32), 0.0).to(dtype))
+    tail = tl.load(byte_ptr + place + TAIL_AT + lane)
+    rows = dequantise_rows(tl.load(byte_ptr + place + VALUES_AT + dim), tail, COLS)
+    tl.store(rows_ptr + target + dim, tl.where(valid[:, None], rows, 0.0).to(dtype), mask=dim < 448)
+    rope = tl.load(bf16_ptr + bf16_place + lane)
+    tl.store(rows_ptr + target + 448 + lane, tl.where(valid[:, None], rope.to(tl.float32), 0.0).to(dtype))
 
 
 @triton.jit
 def _copy(
-    cache_ptr, byte_ptr, table_ptr, page_stride, at, valid, whole, rows_ptr,
+    cache_ptr, byte_ptr, page, page_stride, at, valid, whole, rows_ptr,
     RECORD: tl.constexpr, PAGE: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
+    """Copy the rows `at`, which lie in the pages `page`."""
     if RECORD:
-        address = _addresses(table_ptr, page_stride, at, PAGE, 640)
-        bf16_address = _addresses(table_ptr, page_stride // 2, at, PAGE, 320)
-        _copy_records(cache_ptr, byte_ptr, address, bf16_address, valid, rows_ptr, COLS)
+        bf16_place = _places(page, page_stride // 2, at, PAGE, 320)
+        _copy_records(cache_ptr, byte_ptr, bf16_place, _places(page, page_stride, at, PAGE, 640), valid, rows_ptr, COLS)
     else:
-        _copy_plain(cache_ptr, _addresses(table_ptr, page_stride, at, PAGE, 512), valid, whole, rows_ptr, COLS)
+        _copy_plain(cache_ptr, _places(page, page_stride, at, PAGE, 512), valid, whole, rows_ptr, COLS)
+
+
+@triton.jit
+def _copy_from_one_page(
+    cache_ptr, byte_ptr, page, page_stride, row, valid, whole, rows_ptr, RECORD: tl.constexpr, COLS: tl.constexpr
+):
+    """Copy COLS rows of one page from row `row` of it on: they lie together."""
+    j = tl.arange(0, COLS)[:, None]
+    page = tl.cast(tl.maximum(page, 0), tl.int64)
+    if RECORD:
+        _copy_records(
+            cache_ptr + page * (page_stride // 2) + row * 320, byte_ptr + page * page_stride + row * 640, j * 320,
+            j * 640, valid, rows_ptr, COLS,
+        )  # fmt: skip
+    else:
+        _copy_plain(cache_ptr + page * page_stride + row * 512, j * 512, valid, whole, rows_ptr, COLS)
 
 
 @triton.jit
@@ -100,7 +145,7 @@ def _gather_rows_kernel(
     pick_ptr, req_ptr, pos_ptr, rows_ptr, bias_ptr,
     tokens, table_stride, page_stride, cmp_table_stride, cmp_page_stride, window, width, columns, fill,
     SELECTED: tl.constexpr, RECORD: tl.constexpr, PAGE: tl.constexpr, CMP_PAGE: tl.constexpr,
-    WINDOW_COLS: tl.constexpr, COLS: tl.constexpr,
+    WINDOW_COLS: tl.constexpr, COLS: tl.constexpr, SHIFT: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
     """`pick_ptr`: indices [tokens, width] if SELECTED, else n_vis [tokens]. RECORD: caches are bf16 and byte views."""
     blocks = columns // COLS
@@ -114,13 +159,15 @@ def _gather_rows_kernel(
         position = tl.load(pos_ptr + t)
         req = tl.cast(tl.maximum(tl.load(req_ptr + t), 0), tl.int64)
         if column < WINDOW_COLS:
-            start = tl.maximum(position + 1 - window, 0)
-            count = position + 1 - start - column
+            last = tl.maximum(position, 0)
+            first = tl.maximum(position + 1 - window, 0) + column
+            count = position + 1 - first
+            first = tl.minimum(first, last)
             tl.store(bias, _prefix_bias(j, count))
+            table = window_table_ptr + req * table_stride
             _copy(
-                window_ptr, window_byte_ptr, window_table_ptr + req * table_stride, page_stride,
-                tl.maximum(tl.minimum(start + column + j, position), 0), j < count, count >= COLS, rows,
-                RECORD, PAGE, COLS,
+                window_ptr, window_byte_ptr, _run_pages(table, first, last, j, False, PAGE, COLS), page_stride,
+                tl.minimum(first + j, last), j < count, count >= COLS, rows, RECORD, PAGE, COLS,
             )  # fmt: skip
         else:
             column -= WINDOW_COLS
@@ -130,27 +177,35 @@ def _gather_rows_kernel(
                     listed = width
                     if position < 0:
                         listed = 0
-                    at = tl.load(
-                        pick_ptr + tl.cast(t, tl.int64) * width + column + j, mask=j < listed - column, other=-1
-                    )
+                    picks = pick_ptr + tl.cast(t, tl.int64) * width + column + j
+                    at = tl.load(picks, mask=j < listed - column, other=-1)
                     tl.store(bias, tl.minimum(at.to(tl.float32), 0.0, propagate_nan=ALL) * 1e30)
-                    _copy(
-                        cmp_ptr, cmp_byte_ptr, table, cmp_page_stride, tl.maximum(at, 0), at >= 0,
-                        tl.min(at, axis=0) >= 0, rows, RECORD, CMP_PAGE, COLS,
-                    )  # fmt: skip
+                    valid = at >= 0
+                    whole = tl.min(at, axis=0) >= 0
+                    at = tl.maximum(at, 0)
+                    page = _listed_pages(table, at, tl.max(at, axis=0), CMP_PAGE, SHIFT, TABLE)
+                    _copy(cmp_ptr, cmp_byte_ptr, page, cmp_page_stride, at, valid, whole, rows, RECORD, CMP_PAGE, COLS)
             else:
                 count = tl.load(pick_ptr + t)
                 if position < 0:
                     count = 0
                 live = tl.maximum((WINDOW_COLS + count + fill - 1) // fill * fill - WINDOW_COLS, count)
-                count -= column
                 if column < live:
+                    last = tl.maximum(count - 1, 0)
+                    first = tl.minimum(column, last // COLS * COLS)
+                    count -= column
                     tl.store(bias, _prefix_bias(j, count))
-                    _copy(
-                        cmp_ptr, cmp_byte_ptr, table, cmp_page_stride,
-                        tl.maximum(tl.minimum(column + j, column + count - 1), 0), j < count, count >= COLS, rows,
-                        RECORD, CMP_PAGE, COLS,
-                    )  # fmt: skip
+                    if CMP_PAGE % COLS == 0:
+                        _copy_from_one_page(
+                            cmp_ptr, cmp_byte_ptr, tl.load(table + first // CMP_PAGE), cmp_page_stride,
+                            first % CMP_PAGE, j < count, count >= COLS, rows, RECORD, COLS,
+                        )  # fmt: skip
+                    else:
+                        _copy(
+                            cmp_ptr, cmp_byte_ptr, _run_pages(table, first, last, j, True, CMP_PAGE, COLS),
+                            cmp_page_stride, tl.minimum(first + j, last), j < count, count >= COLS, rows, RECORD,
+                            CMP_PAGE, COLS,
+                        )  # fmt: skip
 
 
 def window_columns(window: int) -> int:
@@ -223,7 +278,10 @@ def gather_rows(
     check_filled(OP, window_cache=window_cache, window_table=window_table, cmp_cache=cmp_cache, cmp_table=cmp_table)
     assert cmp_table is not None
     block = _RECORD_BLOCK if record else BLOCK
-    grid = (min(tokens * columns // block, family_of(device.type).vector_cores),)
+    family = family_of(device.type)
+    grid = (min(tokens * columns // block, family.vector_cores),)
+    page, entries = cmp_cache.shape[1], -(-cmp_table.shape[1] // 8) * 8
+    in_ub = indices is not None and not family.row_operands and page & (page - 1) == 0 and entries <= TABLE_ENTRIES
     _gather_rows_kernel[grid](
         *record_views(window_cache), window_table, *record_views(cmp_cache), cmp_table,
         pick, token_req, positions, rows, bias,
@@ -231,5 +289,6 @@ def gather_rows(
         window, 0 if indices is None else indices.shape[1], columns, fill or block,
         SELECTED=indices is not None, RECORD=record, PAGE=window_cache.shape[1], CMP_PAGE=cmp_cache.shape[1],
         WINDOW_COLS=window_columns(window), COLS=block,
+        SHIFT=page.bit_length() - 1 if in_ub else 0, TABLE=entries if in_ub else 0,
     )  # fmt: skip
     return rows, bias
