@@ -111,7 +111,8 @@ def test_an_op_that_refuses_a_case_is_one_failure(monkeypatch: pytest.MonkeyPatc
 def facts(**changes) -> Facts:
     values = {
         "core": "mixed", "plan": (), "both_vector_cores": True, "one_core_stores": 0, "pipelined": 0,
-        "workspace_bytes": 0, "loads": {}, "stores": {}, "unwritten": (), "scalar_loops": (), "scalar_library": (),
+        "workspace_bytes": 0, "loads": {}, "stores": {}, "unwritten": (), "lost_loads": (), "scalar_loops": (),
+        "scalar_library": (),
     }  # fmt: skip
     return Facts(**{**values, **changes})
 
@@ -128,7 +129,8 @@ def test_what_is_a_fault_and_what_a_loss() -> None:
     read = UnwrittenRead("aiv", "vcast", "UB", 0, 8192, False)
     loop = ScalarLoop("aiv", 1, 64, 1, 1, 1, 0)
     for changed in (
-        {"facts": facts(unwritten=(read,))}, {"missing": ("vadd_1d_float",)}, {"status": "failed"},
+        {"facts": facts(unwritten=(read,))}, {"facts": facts(lost_loads=("x",))},
+        {"missing": ("vadd_1d_float",)}, {"status": "failed"},
     ):  # fmt: skip
         assert judged(CompileResult(**{**vars(good), **changed})) == (False, False)
     for changed in (

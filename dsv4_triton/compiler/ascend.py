@@ -157,6 +157,9 @@ def _compile(job: _Job) -> CompileResult:
         ttir = frontend.lower_to_ttir(job.kernel, job.signature, options)
         stage = "adapter"
         text = frontend.lower_to_adapter(name, ttir, options)
+        # Cube and vector cores of A5 share memory, so that there loads cannot be told apart.
+        mixed = 'mix_mode = "mix"' in text and job.family.arch == "c220"
+        adapter = frontend.lower_to_adapter(name, ttir, options, generic=True) if mixed else ""
     except KernelCompileError as error:
         result = _start(job, "crash" if error.signal else "failed", stage, str(error))
     except Exception as error:
@@ -165,21 +168,26 @@ def _compile(job: _Job) -> CompileResult:
     else:
         text = fixups.rewrite(re.sub(r', mix_mode\s*=\s*"[^"]*"', "", text), job.family.arch)
         with tempfile.TemporaryDirectory(prefix="dsv4-compile-") as folder:
-            result = _lower(job, text, Path(folder), begin + job.seconds)
+            result = _lower(job, text, adapter, Path(folder), begin + job.seconds)
     return replace(result, seconds=time.monotonic() - begin)
 
 
-def _lower(job: _Job, text: str, folder: Path, deadline: float) -> CompileResult:
-    """ttadapter MLIR through the HIVM compiler and, where it is installed, `hivmc`."""
+def _lower(job: _Job, text: str, adapter: str, folder: Path, deadline: float) -> CompileResult:
+    """ttadapter MLIR (`adapter`: of a mixed kernel, in generic form) through the HIVM compiler and, where it is
+    installed, `hivmc`.
+    """
     flags = job.options.flags(job.family)
     lowered = lower(job.tools, text, flags, folder, deadline - time.monotonic())
     said = diagnostics(lowered.said)
     if not lowered.hivm:
         return replace(_failure(job, "hivm", lowered.run, said, lowered.said), said=said)
     try:
-        facts = facts_of(lowered.hivm, job.family)
-    except ValueError as error:
-        return replace(_start(job, "failed", "facts", str(error)), said=said, hivm=lowered.hivm)
+        arguments = [name for name in job.signature.types if name not in job.signature.constants]
+        facts = facts_of(lowered.hivm, job.family, adapter, arguments)
+    except Exception as error:
+        # What cannot be read cannot be judged: no success.
+        message = f"kernel {job.kernel.__name__}: its HIVM cannot be read: {type(error).__name__}: {error}"
+        return replace(_start(job, "failed", "facts", message), said=said, hivm=lowered.hivm)
     missing = missing_functions(lowered.module, job.tools.libraries)
     result = replace(_start(job, "ok", "", ""), said=said, facts=facts, missing=missing, hivm=lowered.hivm)
     if job.tools.hivmc is None:

@@ -1,18 +1,21 @@
-"""What the compiler made of a kernel, read from its final HIVM: memory plan, cores, and two gates.
+"""What the compiler made of a kernel, read from its final HIVM: memory plan, cores, and three gates.
 
 * Unwritten reads: local memory that an instruction reads and none of its function writes. AscendNPU IR 1.2.0 makes such
   code for A2 and A3, without a word, of a tile that is loaded once and used by both `tl.dot` in an accumulating loop
   and vector code: the vector core's load is lost. On A5 cube and vector cores write each other's memory, so a function
   alone does not show it; the gate is for A2 and A3.
+* Lost loads: the same fault seen from the other side, an argument that vector code reads and no vector core loads
+  (`ascend_loads`).
 * Scalar loops: innermost loops that move single elements and do nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dsv4_triton.compiler.ascend_loads import read_by_vector_code, read_by_vector_cores
 from dsv4_triton.compiler.ascend_view import DMA, View, accesses
 from dsv4_triton.compiler.cost_ir import Kernel
 from dsv4_triton.compiler.mlir import Op
@@ -76,7 +79,8 @@ class Facts:
     pipelined: items that cube and vector cores of a mixed kernel work on at once; 0 without such a pipeline.
     workspace_bytes: global memory per program for the traffic between cube and vector cores.
     loads, stores: DMAs from and to global memory in the code, by core.
-    unwritten, scalar_loops: see the module. scalar_library: operations that the device library does by element.
+    unwritten, lost_loads (names of arguments), scalar_loops: see the module.
+    scalar_library: operations that the device library does by element.
     """
 
     core: str
@@ -88,6 +92,7 @@ class Facts:
     loads: dict[str, int]
     stores: dict[str, int]
     unwritten: tuple[UnwrittenRead, ...]
+    lost_loads: tuple[str, ...]
     scalar_loops: tuple[ScalarLoop, ...]
     scalar_library: tuple[str, ...]
 
@@ -99,12 +104,17 @@ class Facts:
     def of(cls, values: dict[str, Any]) -> Facts:
         """The reverse of `dataclasses.asdict`, from JSON."""
         kinds = {"plan": Plan, "unwritten": UnwrittenRead, "scalar_loops": ScalarLoop}
-        lists = {name: tuple(kind(**item) for item in values[name]) for name, kind in kinds.items()}
-        return cls(**{**values, **lists, "scalar_library": tuple(values["scalar_library"])})
+        lists: dict[str, Any] = {name: tuple(kind(**item) for item in values[name]) for name, kind in kinds.items()}
+        lists |= {name: tuple(values[name]) for name in ("lost_loads", "scalar_library")}
+        return cls(**{**values, **lists})
 
 
-def facts_of(hivm: str, family: Family) -> Facts:
-    """Facts of a kernel from its final HIVM; `ValueError` when the text cannot be read."""
+def facts_of(hivm: str, family: Family, adapter: str = "", arguments: Sequence[str] = ()) -> Facts:
+    """Facts of a kernel from its final HIVM; `ValueError` when the text cannot be read.
+
+    adapter: the ttadapter MLIR of a mixed kernel, in generic form, and arguments: its run-time arguments, without which
+    lost loads cannot be seen.
+    """
     kernel = Kernel(hivm)
     views = {core: View(core, function) for core, function in kernel.entries.items()}
     limits = {"ub": family.ub_bytes, "cbuf": family.l1_bytes, "cc": family.l0c_bytes}
@@ -119,6 +129,9 @@ def facts_of(hivm: str, family: Family) -> Facts:
     if kernel.mix and "aiv" in views and views["aiv"].works:
         both = not kernel.one_vector_core and views["aiv"].has("hivm.hir.get_sub_block_idx")
     slow = _SCALAR_LIBRARY.get(family.arch, set())
+    lost: set[int] = set()
+    if adapter and kernel.mix and "aiv" in views:
+        lost = read_by_vector_code(adapter) - read_by_vector_cores(views["aiv"])
     unwritten = [read for view in views.values() for read in unwritten_reads(view)] if family.arch == "c220" else []
     return Facts(
         core="mixed" if kernel.mix else {"aiv": "vector", "aic": "cube"}[next(iter(views))],
@@ -126,7 +139,7 @@ def facts_of(hivm: str, family: Family) -> Facts:
         workspace_bytes=kernel.workspace_bytes,
         loads={core: view.transfers(0) for core, view in views.items()},
         stores={core: view.transfers(1) for core, view in views.items()},
-        unwritten=tuple(unwritten),
+        unwritten=tuple(unwritten), lost_loads=tuple(arguments[index] for index in sorted(lost)),
         scalar_loops=tuple(loop for view in views.values() for loop in scalar_loops(view)),
         scalar_library=tuple(sorted({op.name for view in views.values() for op in view.ops if op.name in slow})),
     )  # fmt: skip

@@ -58,6 +58,7 @@ class CompileResult:
             f"{read.operation} reads {read.bytes} bytes of {read.memory} that nothing wrote"
             for read in self.facts.unwritten
         ]
+        found += [f"vector code reads {name}, which no vector core loads" for name in self.facts.lost_loads]
         if self.missing:
             found.append(f"the device library lacks {', '.join(self.missing)}")
         return found
