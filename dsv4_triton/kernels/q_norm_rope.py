@@ -1,7 +1,9 @@
 """Query prologue: per-head RMS norm without a weight, then rotary embedding.
 
 Formula, per token and head: `q <- q * rsqrt(mean(q^2 over 512) + eps)`, then the last 64 features are rotated by the
-angles of the token's position (half layout, see `_rope`). fp32 from load to store, one cast.
+angles of the token's position (half layout, see `_rope`). fp32 from load to store, one cast. The indexer's queries, of
+which the last 64 features are rotated without a norm, may take part in the launch: its product then has operands that
+come from memory as they are.
 Grid: persistent over (token, block of heads), one `[BH, 512]` tile each. UB: about `BH * 512 * 23` bytes on A2 (bf16).
 Source: DeepSeek-V4 reference attention (q path); the fp32 rounding follows vLLM's fused kernel.
 """
@@ -18,19 +20,47 @@ OP = "q_norm_rope"
 HEAD_DIM = 512
 ROTARY = 64
 MAX_HEADS_PER_BLOCK = 16
+INDEX_DIM = 128
+MAX_INDEX_HEADS_PER_BLOCK = 64
 
 
-@triton.jit(do_not_specialize=["items"])
+@triton.jit
+def _rotate_index_heads(q_ptr, positions_ptr, cos_sin_ptr, items, H: tl.constexpr, BH: tl.constexpr, D: tl.constexpr):
+    """Rotate q [T, H, D] in place; item i is the block `i % (H / BH)` of heads of token `i // (H / BH)`."""
+    ROTATED: tl.constexpr = D - 2 * HALF
+    head = tl.arange(0, BH)[:, None] * D
+    lane = tl.arange(0, HALF)[None, :]
+    dtype = q_ptr.dtype.element_ty
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        position = tl.load(positions_ptr + item // (H // BH))
+        base = q_ptr + tl.cast(item, tl.int64) * (BH * D)
+        if position >= 0:
+            cos, sin = load_cos_sin(cos_sin_ptr, position, False)
+            a = tl.load(base + ROTATED + head + lane).to(tl.float32)
+            b = tl.load(base + ROTATED + HALF + head + lane).to(tl.float32)
+            a, b = rotate(a, b, cos[None, :], sin[None, :])
+            tl.store(base + ROTATED + head + lane, a.to(dtype))
+            tl.store(base + ROTATED + HALF + head + lane, b.to(dtype))
+        else:
+            tl.store(base + head + tl.arange(0, D)[None, :], tl.zeros((BH, D), dtype))
+
+
+@triton.jit(do_not_specialize=["items", "index_items"])
 def _q_norm_rope_kernel(
     q_ptr,
     out_ptr,
+    index_ptr,
     positions_ptr,
     cos_sin_ptr,
     items,
+    index_items,
     eps,
     H: tl.constexpr,
     BH: tl.constexpr,
     D: tl.constexpr,
+    INDEX_H: tl.constexpr,
+    INDEX_BH: tl.constexpr,
+    INDEX_D: tl.constexpr,
     IN_PLACE: tl.constexpr,
 ):
     """Item i is the block `i % (H / BH)` of heads of token `i // (H / BH)`; with IN_PLACE only `q_ptr` is used."""
@@ -60,28 +90,44 @@ def _q_norm_rope_kernel(
             tl.store(target + PLAIN + HALF + head + lane, b.to(q_ptr.dtype.element_ty))
         else:
             tl.store(target + head + column, tl.zeros((BH, D), q_ptr.dtype.element_ty))
+    if INDEX_H > 0:
+        _rotate_index_heads(index_ptr, positions_ptr, cos_sin_ptr, index_items, INDEX_H, INDEX_BH, INDEX_D)
 
 
 def q_norm_rope(
-    q: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, *, eps: float, out: torch.Tensor | None = None
+    q: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    *,
+    eps: float,
+    index_q: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Norm and rotate `q [T, H, 512]` (bf16 or fp32); `out` may be `q`. Rows of padding tokens become zero.
 
-    `positions [T]` int32; `cos_sin [P, 64]` fp32, rows `[cos | sin]`; the last 64 features in half layout.
+    `positions [T]` int32; `cos_sin [P, 64]` fp32, rows `[cos | sin]`; the last 64 features in half layout. `index_q
+    [T, HI, 128]` in q's dtype is rotated in place, without a norm.
     """
     check_tensor(OP, "q", q, (None, None, HEAD_DIM), FLOATS)
     tokens, heads, _ = q.shape
     check_tensor(OP, "positions", positions, (tokens,), torch.int32, device=q.device)
     check_tensor(OP, "cos_sin", cos_sin, (None, ROTARY), torch.float32, device=q.device)
+    index_heads = 0
+    if index_q is not None:
+        check_tensor(OP, "index_q", index_q, (tokens, None, INDEX_DIM), q.dtype, device=q.device)
+        index_heads = index_q.shape[1]
     out = output(OP, "out", out, q.shape, q.dtype, q.device)
     if q.numel() == 0:
         return out
     check_filled(OP, cos_sin=cos_sin)
     block = heads_per_block(heads, MAX_HEADS_PER_BLOCK)
     items = tokens * (heads // block)
+    index_block = heads_per_block(index_heads, MAX_INDEX_HEADS_PER_BLOCK) if index_heads else 1
     grid = (min(items, family_of(q.device.type).vector_cores),)
     _q_norm_rope_kernel[grid](
-        q, out, positions, cos_sin, items, eps,
-        H=heads, BH=block, D=HEAD_DIM, IN_PLACE=out.data_ptr() == q.data_ptr(),
+        q, out, q if index_q is None else index_q, positions, cos_sin,
+        items, tokens * (index_heads // index_block), eps,
+        H=heads, BH=block, D=HEAD_DIM, INDEX_H=index_heads, INDEX_BH=index_block, INDEX_D=INDEX_DIM,
+        IN_PLACE=out.data_ptr() == q.data_ptr(),
     )  # fmt: skip
     return out

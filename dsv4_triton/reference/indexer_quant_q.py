@@ -16,19 +16,19 @@ def indexer_quant_q(
     hadamard: torch.Tensor,
     *,
     dtype: torch.dtype,
+    rotated: bool = False,
     q_out: torch.Tensor | None = None,
     scale_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Queries [T, HI, 128] -> (values [T, HI, 128] of `dtype`, scale [T, HI] or None).
 
-    RoPE (half layout, last 64 features) rounds to `q.dtype`, the Hadamard rotation rounds to `q.dtype`, then
-    `index_quant.quantise_rows`. Padding tokens (position -1) give zero values and zero scales.
+    RoPE (half layout, last 64 features) rounds to `q.dtype`, unless q is `rotated` already; the Hadamard rotation rounds
+    to `q.dtype`; then `index_quant.quantise_rows`. Padding tokens (position -1) give zero values, or with `rotated`
+    what q holds.
     """
-    live = positions >= 0
-    rotated = rotate(rope(q, positions.clamp(min=0), cos_sin), hadamard)
-    values, scale = quantise_rows(torch.where(live[:, None, None], rotated, 0), dtype)
-    if scale is not None:
-        scale = torch.where(live[:, None], scale, 0)
+    if not rotated:
+        q = rope(q, positions, cos_sin)
+    values, scale = quantise_rows(rotate(q, hadamard), dtype)
     if q_out is not None:
         values = q_out.copy_(values)
     if scale_out is not None and scale is not None:

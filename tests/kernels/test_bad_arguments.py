@@ -15,6 +15,7 @@ import torch
 from dsv4_triton.compiler.launches import recording
 from dsv4_triton.device import UnsupportedDeviceError
 from dsv4_triton.kernels import __path__ as kernels_path
+from dsv4_triton.kernels.moe_plan import tile_capacity
 
 T, H, D, P, B = 3, 4, 64, 8, 2
 """Tokens, heads, features, rows of the RoPE table, requests of the calls below."""
@@ -65,6 +66,9 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
     ("grouped_matmul", {
         "x": floats(T, 32), "w": floats(4, 48, 32), "tiles": ints(3, 6), "num_tiles": ints(1), "block_rows": 4,
         "out": floats(T, 48)}),
+    ("grouped_matmul_swiglu", {
+        "x": floats(T, 32), "w13": floats(4, 32, 32), "tiles": ints(3, 6), "num_tiles": ints(1), "block_rows": 4,
+        "limit": 10.0, "row_weights": floats(T), "out": floats(T, 16)}),
     ("hc_head", {
         "x": floats(T, 4, D), "fn_parts": floats(1, 4, 4 * D), **_MIX, "scale": floats(1), "base": floats(4),
         "out": floats(T, D), "workspace": scratch()}),
@@ -98,8 +102,10 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
         "index_ape": floats(4, 256), "index_state": paged(512), "index_slots": ints(T), "out": floats(T, 32)}),
     ("moe_experts", {
         "x": floats(T, 32), "w13": floats(4, 32, 32), "w2": floats(4, 32, 16), "weights": floats(T, 2),
-        "ids": ints(T, 2), "swiglu_limit": None, "out": floats(T, 32)}),
-    ("moe_plan", {"ids": ints(T, 2), "num_experts": 4, "block_rows": 4}),
+        "ids": ints(T, 2), "swiglu_limit": None, "out": floats(T, 32), "workspace": scratch()}),
+    ("moe_plan", {
+        "ids": ints(T, 2), "num_experts": 4, "block_rows": 4, "positions": ints(T, 2),
+        "tiles": ints(3, tile_capacity(2 * T, 4, 4)), "num_tiles": ints(1), "workspace": scratch()}),
     ("moe_router", {
         "logits": floats(T, 8), "k": 2, "routed_scaling_factor": 1.0, "bias": floats(8), "weights": floats(T, 2),
         "ids": ints(T, 2)}),
@@ -108,7 +114,8 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
     ("muls_add", {"x": floats(T, D), "y": floats(T, D), "scale": 1.0, "out": floats(T, D)}),
     ("o_proj", {
         "o": floats(T, H, 512), "wo_a": floats(2, 16, 1024), **_ROTATE, "out": floats(T, 32)}),
-    ("q_norm_rope", {"q": floats(T, H, 512), **_ROTATE, "eps": 1e-6, "out": floats(T, H, 512)}),
+    ("q_norm_rope", {
+        "q": floats(T, H, 512), **_ROTATE, "eps": 1e-6, "index_q": floats(T, H, 128), "out": floats(T, H, 512)}),
     ("rope", {"x": floats(T, H, D), **_ROTATE, "out": floats(T, H, D)}),
     ("sparse_attention", {
         "q": floats(T, H, 512), "sink": floats(H), "scale": 1.0, **_WINDOW, **_DENSE, "out": floats(T, H, 512),

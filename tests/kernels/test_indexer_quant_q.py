@@ -7,7 +7,8 @@ import torch
 
 from dsv4_triton.hadamard import sylvester
 from dsv4_triton.kernels._index_quant import codes
-from dsv4_triton.kernels.indexer_quant_q import indexer_quant_q
+from dsv4_triton.kernels.indexer_quant_q import heads_per_item, indexer_quant_q
+from dsv4_triton.kernels.rope import rope
 from dsv4_triton.reference.hadamard import hadamard
 from dsv4_triton.reference.index_quant import quantise_rows
 from dsv4_triton.reference.indexer_quant_q import indexer_quant_q as reference
@@ -90,7 +91,23 @@ def test_padding_tokens_are_zero(dtype: torch.dtype) -> None:
     values, scale = indexer_quant_q(q, positions, cos_sin, matrix, dtype=dtype)
     compare((values, scale), reference(q, positions, cos_sin, matrix, dtype=dtype), dtype)
     assert not values[[0, 3]].float().any()
-    assert scale is None or not scale[[0, 3]].any()
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_queries_that_are_rotated_already(dtype: torch.dtype) -> None:
+    q, positions, cos_sin, matrix = case(5, 8, torch.bfloat16)
+    whole = indexer_quant_q(q, positions, cos_sin, matrix, dtype=dtype)
+    turned = rope(q, positions, cos_sin)
+    got = indexer_quant_q(turned, positions, cos_sin, matrix, dtype=dtype, rotated=True)
+    compare(got, reference(turned, positions, cos_sin, matrix, dtype=dtype, rotated=True), dtype)
+    assert_equal(codes(got[0]), codes(whole[0]))
+
+
+def test_heads_of_an_item() -> None:
+    """Few tokens are spread over the cores; a second round costs more than larger items."""
+    sizes = [heads_per_item(tokens, 64, 24) for tokens in (1, 12, 16, 64, 4096)]
+    assert sizes == [16, 32, 64, 64, 64]
+    assert heads_per_item(16, 64, 32) == 32 and heads_per_item(3, 6, 24) == 2 and heads_per_item(3, 8, 24) == 8
 
 
 def test_rotated_queries_and_keys_keep_their_products() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dsv4_triton.kernels.q_norm_rope import q_norm_rope
+from dsv4_triton.kernels.rope import rope
 from dsv4_triton.reference.q_norm_rope import q_norm_rope as reference_q_norm_rope
 from tests.kernels.rotary import LAST_POSITION, table
 from tests.numeric import assert_close, assert_equal, poisoned
@@ -37,6 +38,22 @@ def test_equals_reference(tokens, heads, dtype):
     assert_equal(out[-1:], poisoned((1, heads, 512), dtype), "the row after the output")
     assert q_norm_rope(q, positions, cos_sin, eps=1e-6, out=q) is q
     assert_equal(q, out[:-1], "in place")
+
+
+@pytest.mark.parametrize("tokens, index_heads, dtype", [(1, 64, torch.bfloat16), (7, 6, torch.float32)])
+def test_index_queries_are_rotated_in_place(tokens, index_heads, dtype):
+    """As `rope` does it, and the queries beside them are those of a call without."""
+    q, index_q = torch.randn(tokens, 6, 512).to(dtype), torch.randn(tokens, index_heads, 128).to(dtype)
+    positions = torch.randint(0, 3000, (tokens,), dtype=torch.int32)
+    if tokens > 2:
+        positions[1] = -1
+        q[1] = index_q[1] = float("nan")
+    cos_sin = table(positions)
+    alone, turned = q_norm_rope(q, positions, cos_sin, eps=1e-6), rope(index_q, positions, cos_sin)
+    assert_equal(q_norm_rope(q, positions, cos_sin, eps=1e-6, index_q=index_q), alone)
+    assert_equal(index_q, turned)
+    with pytest.raises(ValueError, match="index_q has shape"):
+        q_norm_rope(q, positions, cos_sin, eps=1e-6, index_q=index_q[..., :64].contiguous())
 
 
 def test_heads_do_not_see_each_other():

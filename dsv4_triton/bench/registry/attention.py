@@ -18,7 +18,7 @@ from dsv4_triton.bench.registry.compare import BF16_ROUNDING, Tolerance
 from dsv4_triton.bench.registry.make import Maker
 from dsv4_triton.bench.registry.models import Model
 from dsv4_triton.bench.registry.steps import KI, Step, by_context, by_tokens, decode
-from dsv4_triton.config import HEAD_DIM, ROPE_DIM, WINDOW
+from dsv4_triton.config import HEAD_DIM, INDEX_DIM, ROPE_DIM, WINDOW
 from dsv4_triton.device import RowFormat
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -61,14 +61,23 @@ def _minimum_rope(job: Job) -> Minimum:
     return Minimum(2 * _heads(job) * features // HEAD_DIM + job.tokens * ANGLES)
 
 
+def _q_shapes(model: Model) -> list[Shape]:
+    """`c4` layers rotate the indexer's queries in the same launch."""
+    return [Shape(step, variant) for variant in ("", "c4") for step in by_tokens(model)]
+
+
 def _build_q(job: Job, make: Maker) -> dict[str, Any]:
     q = make.data(job.tokens, job.model.heads, HEAD_DIM)
-    return {"q": q, **_positions(job, make), "eps": job.model.rms_eps, "out": q}
+    arguments = {"q": q, **_positions(job, make), "eps": job.model.rms_eps, "out": q}
+    if job.variant == "c4":
+        arguments["index_q"] = make.data(job.tokens, job.model.index_heads, INDEX_DIM)
+    return arguments
 
 
 def _minimum_q(job: Job) -> Minimum:
-    """All features in and out."""
-    return Minimum(2 * _heads(job) + job.tokens * ANGLES)
+    """All features in and out, and the rotated ones of the indexer's heads."""
+    index = job.tokens * job.model.index_heads * ROPE_DIM * 4 if job.variant == "c4" else 0
+    return Minimum(2 * _heads(job) + index + job.tokens * ANGLES)
 
 
 def _kv_shapes(model: Model) -> list[Shape]:
@@ -322,7 +331,7 @@ ENTRIES = (
     Entry(
         "rope", _rope_shapes, _build_rope, _minimum_rope, BF16_ROUNDING, written=("out",), baselines=("npu_rotary_mul",)
     ),
-    Entry("q_norm_rope", _tokens, _build_q, _minimum_q, BF16_ROUNDING, written=("out",)),
+    Entry("q_norm_rope", _q_shapes, _build_q, _minimum_q, BF16_ROUNDING, written=("out", "index_q")),
     Entry(
         "kv_norm_rope_insert",
         _kv_shapes,

@@ -24,10 +24,6 @@ _ONE_STEP = Tolerance(
 _SCORES = Tolerance(1e-5, 2e-4, "fp32 sums over the heads in another order, whose terms cancel")
 
 
-def _tokens(model: Model) -> list[Shape]:
-    return [Shape(step) for step in by_tokens(model)]
-
-
 def _insert_shapes(model: Model) -> list[Shape]:
     return of_each_geometry([Shape(step) for step in by_context(model, 32 * KI)])
 
@@ -46,6 +42,11 @@ def _queries(job: Job) -> int:
     return job.tokens * job.model.index_heads
 
 
+def _quant_shapes(model: Model) -> list[Shape]:
+    """Served queries were rotated together with the main ones; `raw` ones are rotated by a launch of their own."""
+    return [Shape(step, variant) for variant in ("", "raw") for step in by_tokens(model)]
+
+
 def _build_quant(job: Job, make: Maker) -> dict[str, Any]:
     return {
         "q": make.data(job.tokens, job.model.index_heads, INDEX_DIM),
@@ -53,6 +54,7 @@ def _build_quant(job: Job, make: Maker) -> dict[str, Any]:
         "cos_sin": caches.cos_sin(job, make, compressed=True),
         "hadamard": make.to(sylvester(INDEX_DIM, dtype=BF16)),
         "dtype": caches.index_dtype(job.family),
+        "rotated": job.variant != "raw",
     }
 
 
@@ -63,8 +65,9 @@ def _dequantised(inputs: Inputs, returned: Any) -> dict[str, torch.Tensor]:
 
 def _minimum_quant(job: Job) -> Minimum:
     """bf16 queries in, stored ones out; the rotation as a product with the Hadamard matrix."""
-    size = INDEX_DIM * 2 + job.layout.index_keys.row_bytes
-    return Minimum(_queries(job) * size + job.tokens * ANGLES, _queries(job) * INDEX_DIM * INDEX_DIM, BF16)
+    size = _queries(job) * (INDEX_DIM * 2 + job.layout.index_keys.row_bytes)
+    angles = job.tokens * ANGLES if job.variant == "raw" else 0
+    return Minimum(size + angles, _queries(job) * INDEX_DIM * INDEX_DIM, BF16)
 
 
 def _build_insert(job: Job, make: Maker) -> dict[str, Any]:
@@ -152,7 +155,7 @@ def _minimum_topk(job: Job) -> Minimum:
 
 
 ENTRIES = (
-    Entry("indexer_quant_q", _tokens, _build_quant, _minimum_quant, _ONE_STEP, outcome=_dequantised),
+    Entry("indexer_quant_q", _quant_shapes, _build_quant, _minimum_quant, _ONE_STEP, outcome=_dequantised),
     Entry(
         "indexer_insert_k",
         _insert_shapes,
