@@ -1,0 +1,197 @@
+"""The static report: what compiles for each family, in what memory, and what it is estimated to cost.
+
+`dsv4-triton compile --report FILE` writes it as Markdown, one line a case of the registry; `--against FILE` compares it
+with an earlier one. All of it follows from the source and the pinned toolchain, so two runs give the same file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import astuple, dataclass, fields
+from itertools import groupby
+from os import sched_getaffinity
+
+from dsv4_triton.bench.peers import peer_of
+from dsv4_triton.bench.registry import Case
+from dsv4_triton.compiler.ascend_jobs import Outcome, run_all
+from dsv4_triton.compiler.cost import arguments_of, count, estimate
+from dsv4_triton.compiler.cost_estimate import minimum_seconds
+from dsv4_triton.device import FAMILIES, Family
+from dsv4_triton.offline import Compiled
+
+Progress = Callable[[int, int, str], None]
+ALLOWANCE = 1.05
+"""A ratio may grow by this factor before it counts as a regression."""
+_SECONDS = 600.0
+
+
+class ReportError(RuntimeError):
+    """A case could not be counted, or a report cannot be read."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One case on one family, as the report prints it.
+
+    status: `ok`, or what failed. launches: kernels that the op starts. ub, l1, l0c: the largest share of each memory
+    that one of them uses, in percent. estimate, minimum: microseconds of all launches without their start, and of the
+    least traffic and products of the job. limit: what the longest launch waits for. peer: the best public kernel.
+    """
+
+    family: str
+    op: str
+    case: str
+    status: str
+    launches: int
+    ub: int
+    l1: int
+    l0c: int
+    estimate: float
+    minimum: float
+    ratio: float
+    limit: str
+    peer: str
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.family, self.op, self.case
+
+
+_HEADINGS = (
+    "op", "case", "status", "launches", "UB %", "L1 %", "L0C %", "estimate us", "minimum us", "ratio", "waits for",
+    "best public kernel us",
+)  # fmt: skip
+
+
+def lines(
+    compiled: Sequence[Compiled], family: Family, *, jobs: int | None = None, progress: Progress | None = None
+) -> list[Line]:
+    """The lines of compiled cases, in their order; `progress(done, total, what)` while they are counted."""
+    cases = [(case, list(group)) for case, group in groupby(compiled, lambda one: one.case)]
+    found: dict[int, Line] = {}
+
+    def finish(index: int, outcome: Outcome) -> None:
+        case = cases[index][0]
+        if outcome.fate != "done":
+            raise ReportError(f"{case} on {family.name} was not counted: {outcome.message or outcome.fate}")
+        found[index] = _read(outcome.body.decode(), family.name)
+        if progress is not None:
+            progress(len(found), len(cases), f"counted {case}")
+
+    work = [lambda case=case, group=group: _cells(_line(case, group, family)).encode() for case, group in cases]
+    run_all(work, jobs or len(sched_getaffinity(0)), _SECONDS, finish, nullcontext())
+    return [found[index] for index in range(len(cases))]
+
+
+def _line(case: Case, group: Sequence[Compiled], family: Family) -> Line:
+    status, total, slowest, limit = "ok", 0.0, -1.0, ""
+    shares = {"UB": 0, "L1": 0, "L0C": 0}
+    limits = {"UB": family.ub_bytes, "L1": family.l1_bytes, "L0C": family.l0c_bytes}
+    for one in group:
+        if one.launch is None or not one.result.ok:
+            status = one.result.status
+            continue
+        if problems := [*one.result.faults, *one.result.losses]:
+            status = problems[0].replace("|", "/")
+        if one.result.facts is not None:
+            for memory, size in limits.items():
+                shares[memory] = max(shares[memory], round(100 * one.result.facts.used(memory) / size))
+        cost = estimate(count(one.result.hivm, family, one.launch.grid, arguments_of(one.launch)), family)
+        total += cost.seconds
+        if cost.seconds > slowest:
+            slowest, limit = cost.seconds, cost.resource
+    least = minimum_seconds(case.minimum(family), family)
+    peer = peer_of(case.op, case.name, family.name)
+    public = f"{peer.microseconds:.4g} {peer.name}" + (f", without {peer.less}" if peer.less else "") if peer else ""
+    return Line(
+        family.name, case.op, case.name, status, len(group), shares["UB"], shares["L1"], shares["L0C"],
+        _rounded(total * 1e6), _rounded(least * 1e6), _rounded(total / least if least else 0.0), limit, public,
+    )  # fmt: skip
+
+
+def _rounded(number: float) -> float:
+    return float(f"{number:.4g}")
+
+
+def _cells(line: Line) -> str:
+    return "| " + " | ".join(str(value) for value in astuple(line)[1:]) + " |"
+
+
+def _read(text: str, family: str) -> Line:
+    cells = [cell.strip() for cell in text.strip().strip("|").split("|")]
+    kinds = {"int": int, "float": float, "str": str}
+    values = [kinds[str(field.type)](cell) for field, cell in zip(fields(Line)[1:], cells, strict=True)]
+    return Line(family, *values)
+
+
+def markdown(found: Iterable[Line], launches: str) -> str:
+    """The report. `launches` is the table of launches of a decode step, as Markdown."""
+    parts = [_INTRODUCTION.strip(), "## Launches of one decode step, by kind of layer", launches.strip()]
+    for family, group in groupby(found, lambda line: line.family):
+        rows = list(group)
+        good = sum(line.status == "ok" for line in rows)
+        parts.append(f"## {FAMILIES[family].title}, compiled for {FAMILIES[family].target}")
+        parts.append(f"{good} of {len(rows)} cases are ok.")
+        head = "| " + " | ".join(_HEADINGS) + " |\n|" + " --- |" * len(_HEADINGS)
+        parts.append("\n".join([head, *(_cells(line) for line in rows)]))
+    return "\n\n".join(parts) + "\n"
+
+
+def parse(text: str) -> dict[tuple[str, str, str], Line]:
+    """The lines of a report that `markdown` wrote; `ReportError` for anything else."""
+    titles = {family.title: family.name for family in FAMILIES.values()}
+    found: dict[tuple[str, str, str], Line] = {}
+    family = ""
+    for row in text.splitlines():
+        if heading := re.match(r"## (.+), compiled for ", row):
+            family = titles.get(heading[1], "")
+        elif family and row.startswith("| ") and not row.startswith(("| op ", "| ---")):
+            try:
+                line = _read(row, family)
+            except (KeyError, ValueError) as error:
+                raise ReportError(f"not a line of a static report: {row!r}") from error
+            found[line.key] = line
+    if not found:
+        raise ReportError("no table of a static report is in it")
+    return found
+
+
+def regressions(found: Iterable[Line], earlier: dict[tuple[str, str, str], Line]) -> list[str]:
+    """What became worse than in an earlier report: a status, a ratio by more than `ALLOWANCE`, a case that is gone."""
+    seen = {line.key: line for line in found}
+    families = {family for family, _, _ in seen}
+    problems = [
+        f"{family} {op} {case}: no longer in the report"
+        for family, op, case in earlier
+        if family in families and (family, op, case) not in seen
+    ]
+    for key, line in seen.items():
+        before = earlier.get(key)
+        name = " ".join(key)
+        if before is None:
+            problems.append(f"{name}: not in the earlier report, which needs to be written again")
+        elif line.status != "ok" and before.status == "ok":
+            problems.append(f"{name}: {line.status}")
+        elif line.ratio > before.ratio * ALLOWANCE:
+            problems.append(f"{name}: estimate / minimum is {line.ratio}, was {before.ratio}")
+        elif line.launches > before.launches:
+            problems.append(f"{name}: {line.launches} launches, were {before.launches}")
+    return problems
+
+
+_INTRODUCTION = """
+# Static report
+
+Written by `dsv4-triton compile --report docs/static_report.md`; `make test` writes it again and fails when a case gets
+worse. Every public op at the shapes of DeepSeek-V4-Flash and -Pro goes through triton-ascend and the HIVM compiler with
+its memory planned and its library calls looked up. Nothing ran on a device: `hivmc`, which makes the binary, is part of
+CANN, and every time is an estimate from exact counts by the model of [cost_model.md](cost_model.md).
+
+A case is `ok` when all its kernels compile without a fallback, read nothing that nothing wrote, call only functions of
+the shipped device library, run no inner loop over single elements, and use both vector cores where they share work.
+Memories are the largest share that a kernel of the case uses. The minimum is the time of the least traffic and the
+least multiply-accumulates of the job; it takes no account of latency, so ratios of small steps are large. The best
+public kernel is that of `dsv4_triton/bench/peers.py`, estimated in the same way.
+"""
