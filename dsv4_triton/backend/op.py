@@ -1,4 +1,4 @@
-"""`torch.ops.vllm.dsa_forward(hidden, output, layer_name)`: a layer's whole attention as one node of a graph."""
+"""`torch.ops.vllm.dsa_forward(hidden, wide, output, layer_name)`: a layer's attention as one node of a graph."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from dsv4_triton.backend.compat import attention_metadata, layer_of, register_op
 OP_NAME = "dsa_forward"
 
 
-def dsa_forward(hidden: torch.Tensor, output: torch.Tensor, layer_name: str) -> None:
-    """Attention of `hidden` [T, D] into `output` [T, D], projections included.
+def dsa_forward(hidden: torch.Tensor, wide: torch.Tensor, output: torch.Tensor, layer_name: str) -> None:
+    """Attention of `hidden` [T, D] into `output` [T, G R], from the first projections to the grouped one of the output.
 
+    `wide` is `hidden` in fp32, for the projections that are fp32; the same tensor where the model is.
     A profiling run has no metadata: the output is zero and no cache is touched.
     """
     metadata = attention_metadata()
@@ -23,10 +24,10 @@ def dsa_forward(hidden: torch.Tensor, output: torch.Tensor, layer_name: str) -> 
     # The forward pass needs vLLM's layers, which a process that only looks the op up does not.
     from dsv4_triton.backend.attention import attend
 
-    attend(layer_of(layer_name), hidden, output, metadata)
+    attend(layer_of(layer_name), hidden, wide, output, metadata)
 
 
-def dsa_forward_fake(hidden: torch.Tensor, output: torch.Tensor, layer_name: str) -> None:
+def dsa_forward_fake(hidden: torch.Tensor, wide: torch.Tensor, output: torch.Tensor, layer_name: str) -> None:
     """Shape propagation: the result is `output`, whose shape the caller chose."""
 
 

@@ -14,7 +14,7 @@ from dsv4_triton.device import family_of
 from dsv4_triton.kernels._checks import FLOATS, check_tensor
 from dsv4_triton.kernels._tiling import even_block
 
-_BLOCK_ROWS = (4, 8, 16, 32, 64, 128)
+BLOCK_ROWS = (4, 8, 16, 32, 64, 128)
 
 
 @triton.jit(do_not_specialize=["capacity"])
@@ -74,8 +74,8 @@ def grouped_matmul(
     check_tensor("grouped_matmul", "num_tiles", num_tiles, (1,), torch.int32, device=x.device)
     if N % 16 or K % 16:
         raise ValueError(f"grouped_matmul: w is {N} x {K} per expert, expected multiples of 16")
-    if block_rows not in _BLOCK_ROWS:
-        raise ValueError(f"grouped_matmul: block_rows is {block_rows}, expected one of {_BLOCK_ROWS}")
+    if block_rows not in BLOCK_ROWS:
+        raise ValueError(f"grouped_matmul: block_rows is {block_rows}, expected one of {BLOCK_ROWS}")
     if out is None:
         out = torch.empty(rows, N, dtype=torch.float32, device=x.device)
     else:

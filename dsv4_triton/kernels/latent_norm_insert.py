@@ -10,6 +10,10 @@ rows. Dtypes, rounding and what is skipped: see the two ops. UB: that of `kv_nor
 Source: prologue of the DeepSeek-V4 reference attention.
 """
 
+from __future__ import annotations
+
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -22,6 +26,37 @@ from dsv4_triton.kernels.compressor_state_insert import insert_state_row
 from dsv4_triton.kernels.kv_norm_rope_insert import ROTARY, insert_run, load_weight, run_length
 
 OP = "latent_norm_insert"
+
+
+class _Rows(NamedTuple):
+    """What one compressor stores; the arguments of `compressor_state_insert`."""
+
+    proj: torch.Tensor
+    ape: torch.Tensor
+    state: torch.Tensor
+    slots: torch.Tensor
+
+    def check(self, prefix: str, tokens: int, device: torch.device) -> None:
+        proj, ape, state, slots = _names(prefix)
+        check_tensor(OP, ape, self.ape, (None, None), torch.float32, device=device)
+        width = self.ape.shape[1]
+        check_tensor(OP, proj, self.proj, (tokens, 2 * width), torch.float32, device=device, layout="rows")
+        check_tensor(OP, state, self.state, (None, None, 2 * width), torch.float32, device=device, layout="page")
+        check_tensor(OP, slots, self.slots, (tokens,), torch.int32, device=device)
+        check_filled(OP, **{ape: self.ape, state: self.state})
+
+
+def _names(prefix: str) -> tuple[str, str, str, str]:
+    return f"{prefix}proj", f"{prefix}ape", f"{prefix}state", f"{prefix or 'state_'}slots"
+
+
+def _rows(prefix: str, *arguments: torch.Tensor | None) -> _Rows | None:
+    """The four arguments, or None where none is given."""
+    given = [argument for argument in arguments if argument is not None]
+    if given and len(given) < len(arguments):
+        missing = next(name for name, argument in zip(_names(prefix), arguments) if argument is None)
+        raise ValueError(f"{OP}: {missing} is missing, give {', '.join(_names(prefix))} together")
+    return _Rows(*given) if given else None
 
 
 @triton.jit
@@ -127,13 +162,15 @@ def latent_norm_insert(
     check_tensor(OP, "cos_sin", cos_sin, (None, ROTARY), torch.float32, device=device)
     check_rows(OP, "cache", cache, kv.dtype, device)
     check_tensor(OP, "slots", slots, (tokens,), torch.int32, device=device)
-    states = _check_states("", tokens, device, proj, ape, state, state_slots)
-    if states:
-        states += _check_states("index_", tokens, device, index_proj, index_ape, index_state, index_slots)
-    elif not (index_proj is index_ape is index_state is index_slots is None):
+    main = _rows("", proj, ape, state, state_slots)
+    index = _rows("index_", index_proj, index_ape, index_state, index_slots)
+    for prefix, rows in (("", main), ("index_", index)):
+        if rows is not None:
+            rows.check(prefix, tokens, device)
+    if index is not None and main is None:
         raise ValueError(f"{OP}: index_proj, index_ape, index_state and index_slots need proj")
-    if states == 2 and index_ape.shape[0] != ape.shape[0]:
-        raise ValueError(f"{OP}: index_ape has {index_ape.shape[0]} phases, ape {ape.shape[0]}")
+    if index is not None and main is not None and len(index.ape) != len(main.ape):
+        raise ValueError(f"{OP}: index_ape has {len(index.ape)} phases, ape {len(main.ape)}")
     out = output(OP, "out", out, (tokens, width), latent.dtype, device)
     if tokens == 0:
         return out
@@ -142,41 +179,16 @@ def latent_norm_insert(
     record = is_record(cache)
     run = run_length(tokens, cores, record)
     values, as_bytes = record_views(cache)
-    unused = (latent,) * 4
-    main = (proj, ape, state, state_slots) if states > 0 else unused
-    index = (index_proj, index_ape, index_state, index_slots) if states > 1 else unused
+    states = (main is not None) + (index is not None)
+    unused = _Rows(latent, latent, latent[None], slots)
+    main, index = main or unused, index or unused
     _latent_norm_insert_kernel[(min(triton.cdiv(tokens, run) * (2 + states), cores),)](
         latent, latent_weight, out, kv, kv_weight, positions, cos_sin, values, as_bytes, slots, *main, *index,
         tokens, latent.stride(0), kv.stride(0), cache.stride(0),
-        main[0].stride(0), main[2].stride(0), index[0].stride(0), index[2].stride(0), eps,
+        main.proj.stride(0), main.state.stride(0), index.proj.stride(0), index.state.stride(0), eps,
         Q=width, QB=next_power_of_2(width), R=cache.shape[1], D=HEAD_DIM, ROW=cache.shape[2],
         FAKE_QUANT=fake_quant, RECORD=record, RUN=run, STATES=states,
-        STATE_ROWS=main[2].shape[1], RATIO=main[1].shape[0], WIDTH=main[1].shape[1],
-        INDEX_ROWS=index[2].shape[1], INDEX_WIDTH=index[1].shape[1],
+        STATE_ROWS=main.state.shape[1], RATIO=main.ape.shape[0], WIDTH=main.ape.shape[1],
+        INDEX_ROWS=index.state.shape[1], INDEX_WIDTH=index.ape.shape[1],
     )  # fmt: skip
     return out
-
-
-def _check_states(
-    prefix: str,
-    tokens: int,
-    device: torch.device,
-    proj: torch.Tensor | None,
-    ape: torch.Tensor | None,
-    state: torch.Tensor | None,
-    slots: torch.Tensor | None,
-) -> int:
-    """1 for a compressor whose arguments fit, 0 where none is given."""
-    names = (f"{prefix}proj", f"{prefix}ape", f"{prefix}state", f"{prefix}slots" if prefix else "state_slots")
-    if proj is ape is state is slots is None:
-        return 0
-    for name, argument in zip(names, (proj, ape, state, slots)):
-        if argument is None:
-            raise ValueError(f"{OP}: {name} is missing, give {', '.join(names)} together")
-    check_tensor(OP, names[1], ape, (None, None), torch.float32, device=device)
-    width = ape.shape[1]
-    check_tensor(OP, names[0], proj, (tokens, 2 * width), torch.float32, device=device, layout="rows")
-    check_tensor(OP, names[2], state, (None, None, 2 * width), torch.float32, device=device, layout="page")
-    check_tensor(OP, names[3], slots, (tokens,), torch.int32, device=device)
-    check_filled(OP, **{names[1]: ape, names[2]: state})
-    return 1

@@ -1,25 +1,36 @@
-"""The routed experts: group the rows by expert, two grouped products around a clamped SwiGLU, and sum per token.
+"""The experts: group the rows by expert, two grouped products with a clamped SwiGLU between them, and sum per token.
 
     [a | b] = w13_e x
     h = weight * silu(min(a, limit)) * clamp(b, -limit, limit), in x's dtype
     out = sum over the token's choices of w2_e h
 
-The routing weight is applied before w2. a, b, the products with w2 and the sum are fp32. Own kernels: dispatch (copy
-each token's row and weights to the positions of `moe_plan`) and combine (sum the rows back, in the order of the
-choices): vector cores, a persistent loop over tokens, whole rows of D; UB: 2 rows. Source of the formula: `Expert`
-and `MoE` of the official DeepSeek inference code.
+The routing weight is applied before w2. a, b, the products with w2 and the sum are fp32; the result is rounded once. A
+shared expert is one more expert that every token chooses with weight 1 (see `moe_router`).
+
+Five launches for few tokens: plan, dispatch (copy each token's row and weights to the positions of `moe_plan`), both
+products, combine (sum the rows back, in the order of the choices). Dispatch and combine: vector cores, a persistent
+loop over tokens, whole rows of D; UB: 2 rows. Source of the formula: `Expert` and `MoE` of the official inference code.
 """
+
+from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from dsv4_triton.device import family_of
-from dsv4_triton.kernels._checks import FLOATS, check_tensor, output
+from dsv4_triton.kernels._checks import FLOATS, check_tensor
 from dsv4_triton.kernels._tiling import next_power_of_2
+from dsv4_triton.kernels._workspace import Part, carve, workspace_bytes
 from dsv4_triton.kernels.grouped_matmul import grouped_matmul
-from dsv4_triton.kernels.moe_plan import moe_plan
-from dsv4_triton.kernels.swiglu import swiglu
+from dsv4_triton.kernels.grouped_matmul_swiglu import grouped_matmul_swiglu
+from dsv4_triton.kernels.moe_plan import moe_plan, moe_plan_workspace, tile_capacity
+
+OP = "moe_experts"
+RUN_TOKENS = 4096
+"""Tokens of one pass over the experts; longer steps take several, so that scratch stays bounded."""
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -54,12 +65,72 @@ def _moe_combine_kernel(rows_ptr, positions_ptr, out_ptr, T, K: tl.constexpr, D:
             width = tl.where(position >= 0, D, 0)
             row = tl.maximum(position, 0)
             total += tl.load(rows_ptr + row * D + d, mask=d < width, other=0.0)
-        tl.store(out_ptr + tl.cast(t, tl.int64) * D + d, total, mask=d < D)
+        tl.store(out_ptr + tl.cast(t, tl.int64) * D + d, total.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
 def rows_per_tile(pairs: int, num_experts: int, dot_rows: int) -> int:
     """Rows per tile of the grouped products: about the mean number of rows of an expert, `dot_rows` to 128."""
     return min(max(dot_rows, next_power_of_2(triton.cdiv(pairs, num_experts))), 128)
+
+
+class _Scratch(NamedTuple):
+    """Parts of a workspace for one run of tokens; the grouped rows share the memory of the products, which are written
+    when the rows have been read."""
+
+    positions: Part
+    tiles: Part
+    num_tiles: Part
+    row_weights: Part
+    h: Part
+    products: Part
+
+    @classmethod
+    def of(cls, tokens: int, k: int, capacity: int, D: int, inner: int, dtype: torch.dtype) -> _Scratch:
+        pairs = tokens * k
+        return cls(
+            positions=((tokens, k), torch.int32),
+            tiles=((3, capacity), torch.int32),
+            num_tiles=((1,), torch.int32),
+            row_weights=((pairs,), torch.float32),
+            h=((pairs, inner), dtype),
+            products=((pairs, D), torch.float32),
+        )
+
+
+def moe_experts_workspace(tokens: int, k: int, num_experts: int, D: int, inner: int, dtype: torch.dtype) -> int:
+    """Bytes of scratch that `moe_experts` takes at most for up to `tokens` tokens with k choices each."""
+    tokens = min(tokens, RUN_TOKENS)
+    scratch = _Scratch.of(tokens, k, tokens * k, D, inner, dtype)
+    return workspace_bytes(scratch) + moe_plan_workspace(tokens * k, num_experts)
+
+
+def _run(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    limit: float | None,
+    out: torch.Tensor,
+    workspace: torch.Tensor | None,
+) -> None:
+    """`moe_experts` of at most RUN_TOKENS tokens."""
+    (T, D), k = x.shape, ids.shape[1]
+    E, inner = w13.shape[0], w2.shape[2]
+    family = family_of(x.device.type)
+    block_rows = rows_per_tile(T * k, E, family.dot_rows)
+    scratch = _Scratch.of(T, k, tile_capacity(T * k, E, block_rows), D, inner, x.dtype)
+    positions, tiles, num_tiles, row_weights, h, products = carve(OP, workspace, x.device, scratch)
+    rest = None if workspace is None else workspace[workspace_bytes(scratch) :]
+    moe_plan(ids, E, block_rows=block_rows, positions=positions, tiles=tiles, num_tiles=num_tiles, workspace=rest)
+    rows = products.view(-1).view(x.dtype)[: T * k * D].view(T * k, D)
+    grid = (min(T, family.vector_cores),)
+    _moe_dispatch_kernel[grid](x, weights, positions, rows, row_weights, T, K=k, D=D, BD=D)
+    grouped_matmul_swiglu(
+        rows, w13, tiles, num_tiles, block_rows=block_rows, limit=limit, row_weights=row_weights, out=h
+    )
+    grouped_matmul(h, w2, tiles, num_tiles, block_rows=block_rows, out=products)
+    _moe_combine_kernel[grid](products, positions, out, T, K=k, D=D, BD=D)
 
 
 def moe_experts(
@@ -71,36 +142,32 @@ def moe_experts(
     *,
     swiglu_limit: float | None,
     out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[T, D] fp32: the weighted sum of the experts `ids [T, k]` (int32) of each row of `x [T, D]`.
+    """[T, D]: the weighted sum of the experts `ids [T, k]` (int32) of each row of `x [T, D]`.
 
-    `w13 [E, 2I, D]` (gate rows first), `w2 [E, D, I]` in x's dtype (bf16 or fp32); `weights [T, k]` fp32 from
-    `moe_router`. An id outside 0..E-1 (padding rows: -1) contributes nothing. `swiglu_limit` None or 0 means no
-    clamp. D and I are multiples of 16. Nothing is copied to the host.
+    `w13 [E, 2I, D]` (laid out as `grouped_matmul_swiglu.gate_up_view` says), `w2 [E, D, I]` in x's dtype (bf16 or
+    fp32); `weights [T, k]` fp32 from `moe_router`. An id outside 0..E-1 (padding rows: -1) contributes nothing.
+    `swiglu_limit` None or 0 means no clamp. D and I are multiples of 16. `out` is bf16 or fp32 and decides the
+    rounding; without it the result is fp32. `workspace`: `moe_experts_workspace` bytes, uint8. Nothing is copied to the
+    host.
     """
-    check_tensor("moe_experts", "x", x, (None, None), FLOATS)
+    check_tensor(OP, "x", x, (None, None), FLOATS)
     T, D = x.shape
-    check_tensor("moe_experts", "w13", w13, (None, None, D), x.dtype, device=x.device)
+    check_tensor(OP, "w13", w13, (None, None, D), x.dtype, device=x.device)
     E, inner = w13.shape[0], w13.shape[1] // 2
-    check_tensor("moe_experts", "w13", w13, (E, 2 * inner, D), x.dtype, device=x.device)
-    check_tensor("moe_experts", "w2", w2, (E, D, inner), x.dtype, device=x.device)
-    check_tensor("moe_experts", "weights", weights, (T, None), torch.float32, device=x.device)
+    check_tensor(OP, "w13", w13, (E, 2 * inner, D), x.dtype, device=x.device)
+    check_tensor(OP, "w2", w2, (E, D, inner), x.dtype, device=x.device)
+    check_tensor(OP, "weights", weights, (T, None), torch.float32, device=x.device)
     k = weights.shape[1]
-    check_tensor("moe_experts", "ids", ids, (T, k), torch.int32, device=x.device)
-    out = output("moe_experts", "out", out, (T, D), torch.float32, x.device)
+    check_tensor(OP, "ids", ids, (T, k), torch.int32, device=x.device)
+    if out is None:
+        out = torch.empty(T, D, dtype=torch.float32, device=x.device)
+    else:
+        check_tensor(OP, "out", out, (T, D), FLOATS, device=x.device)
     if out.numel() == 0:
         return out
-    pairs = T * k
-    family = family_of(x.device.type)
-    block_rows = rows_per_tile(pairs, E, family.dot_rows)
-    positions, tiles, num_tiles = moe_plan(ids, E, block_rows=block_rows)
-    rows = torch.empty(pairs, D, dtype=x.dtype, device=x.device)
-    row_weights = torch.empty(pairs, dtype=torch.float32, device=x.device)
-    grid = (min(T, family.vector_cores),)
-    _moe_dispatch_kernel[grid](x, weights, positions, rows, row_weights, T, K=k, D=D, BD=D)
-    gate_up = grouped_matmul(rows, w13, tiles, num_tiles, block_rows=block_rows)
-    h = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
-    swiglu(gate_up, limit=swiglu_limit, row_weights=row_weights, out=h)
-    products = grouped_matmul(h, w2, tiles, num_tiles, block_rows=block_rows)
-    _moe_combine_kernel[grid](products, positions, out, T, K=k, D=D, BD=D)
+    for start in range(0, T, RUN_TOKENS):
+        run = slice(start, start + RUN_TOKENS)
+        _run(x[run], w13, w2, weights[run], ids[run], swiglu_limit, out[run], workspace)
     return out

@@ -16,8 +16,10 @@ import triton
 import triton.language as tl
 
 from dsv4_triton.device import family_of
-from dsv4_triton.kernels._checks import check_tensor
+from dsv4_triton.kernels._checks import check_tensor, output
+from dsv4_triton.kernels._workspace import Part, carve, workspace_bytes
 
+OP = "moe_plan"
 _BLOCK = 16
 _MIN_CHUNK = 64
 _MAX_CHUNK = 256
@@ -130,42 +132,66 @@ def _chunk(pairs: int, block_e: int) -> int:
     return _MIN_CHUNK if pairs * block_e <= _MIN_CHUNK**3 else _MAX_CHUNK
 
 
+def _expert_block(num_experts: int) -> int:
+    """Lanes of a vector over the experts."""
+    return triton.cdiv(num_experts, 16) * 16
+
+
 def tile_capacity(pairs: int, num_experts: int, block_rows: int) -> int:
     """Tiles that `pairs` rows can need at most, however they are spread over the experts."""
     active = min(pairs, num_experts)
     return active + (pairs - active) // block_rows
 
 
+def _counts(pairs: int, num_experts: int) -> list[Part]:
+    """Scratch for the counts of all chunks; none where there is one chunk."""
+    block_e = _expert_block(num_experts)
+    chunks = triton.cdiv(pairs, _chunk(pairs, block_e))
+    return [((chunks, block_e), torch.float32)] if chunks > 1 else []
+
+
+def moe_plan_workspace(pairs: int, num_experts: int) -> int:
+    """Bytes of scratch that `moe_plan` takes at most for up to `pairs` pairs of token and choice."""
+    return workspace_bytes([((triton.cdiv(pairs, _MIN_CHUNK), _expert_block(num_experts)), torch.float32)])
+
+
 def moe_plan(
-    ids: torch.Tensor, num_experts: int, *, block_rows: int
+    ids: torch.Tensor,
+    num_experts: int,
+    *,
+    block_rows: int,
+    positions: torch.Tensor | None = None,
+    tiles: torch.Tensor | None = None,
+    num_tiles: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`(positions [T, k], tiles [3, C], num_tiles [1])`, int32, of the chosen experts `ids [T, k]` int32.
 
     positions: the row of each pair when all are grouped by expert (stable); -1 where the id is not in
     0..num_experts-1. tiles: expert, first row and number of rows (1..block_rows) of each run of rows; zeros from
     `num_tiles` on. C is `tile_capacity(T k, num_experts, block_rows)`. `block_rows` is a power of two; T k stays
-    below 2^24.
+    below 2^24. The results may be given as memory; `workspace`: `moe_plan_workspace` bytes, uint8.
     """
-    check_tensor("moe_plan", "ids", ids, (None, None), torch.int32)
+    check_tensor(OP, "ids", ids, (None, None), torch.int32)
     pairs = ids.numel()
     if block_rows < 1 or block_rows & (block_rows - 1):
-        raise ValueError(f"moe_plan: block_rows is {block_rows}, expected a power of two")
+        raise ValueError(f"{OP}: block_rows is {block_rows}, expected a power of two")
     if pairs >= _MAX_PAIRS:
-        raise ValueError(f"moe_plan: {pairs} pairs of token and choice, expected fewer than {_MAX_PAIRS}")
+        raise ValueError(f"{OP}: {pairs} pairs of token and choice, expected fewer than {_MAX_PAIRS}")
     capacity = tile_capacity(pairs, num_experts, block_rows)
-    positions = torch.empty_like(ids)
-    tiles = torch.empty(3, capacity, dtype=torch.int32, device=ids.device)
-    num_tiles = torch.empty(1, dtype=torch.int32, device=ids.device)
+    positions = output(OP, "positions", positions, ids.shape, torch.int32, ids.device)
+    tiles = output(OP, "tiles", tiles, (3, capacity), torch.int32, ids.device)
+    num_tiles = output(OP, "num_tiles", num_tiles, (1,), torch.int32, ids.device)
     if pairs == 0:
         return positions, tiles, num_tiles.zero_()
-    block_e = -(-num_experts // 16) * 16
+    block_e = _expert_block(num_experts)
     chunk = _chunk(pairs, block_e)
     chunks = triton.cdiv(pairs, chunk)
     grid = (min(chunks, family_of(ids.device.type).vector_cores),)
     shape = {"E": num_experts, "EB": block_e, "CHUNK": chunk, "BS": _BLOCK}
     counts = None
     if chunks > 1:
-        counts = torch.empty(chunks, block_e, dtype=torch.float32, device=ids.device)
+        (counts,) = carve(OP, workspace, ids.device, _counts(pairs, num_experts))
         _moe_count_kernel[grid](ids, counts, pairs, **shape)
     _moe_place_kernel[grid](ids, counts, positions, tiles, num_tiles, pairs, capacity, block_rows, **shape)
     return positions, tiles, num_tiles

@@ -4,11 +4,13 @@
     ids = the k best of s + bias (higher first, then the lower expert), or tid2eid[token id]
     w = routed_scaling_factor * s[ids] / (sum s[ids] + 1e-20)          the bias chooses and never weighs
 
-logits [T, E], bias [E], weights [T, k] fp32; ids [T, k] int32. softplus(z) = max(z, 0) + log1p(exp(-|z|)), with
-log1p(u) = u log(1 + u) / ((1 + u) - 1), accurate for any z. Grid: vector cores; a persistent loop over tiles of BT
-tokens, k rounds of "take the maximum, then the lowest expert that has it" on the tile [BT, EB] (UB: 8 fp32 tiles);
-with a table, a loop over tokens, where the choices meet the scores in one tile [KB, EB]. Source of the formula:
-`Gate` of the official DeepSeek inference code; the 1e-20 is transformers'.
+With a shared expert every token has one more choice, expert E with weight 1, so that the routed experts' product does
+the shared one too. logits [T, E], bias [E], weights [T, k] fp32; ids [T, k] int32.
+
+softplus(z) = max(z, 0) + log1p(exp(-|z|)), with log1p(u) = u log(1 + u) / ((1 + u) - 1), accurate for any z. Grid:
+vector cores; a persistent loop over tiles of BT tokens, k rounds of "take the maximum, then the lowest expert that has
+it" on the tile [BT, EB] (UB: 8 fp32 tiles); with a table, a loop over tokens, where the choices meet the scores in one
+tile [KB, EB]. Source of the formula: `Gate` of the official DeepSeek inference code; the 1e-20 is transformers'.
 """
 
 import torch
@@ -47,6 +49,7 @@ def _moe_router_kernel(
     EB: tl.constexpr,
     K: tl.constexpr,
     KB: tl.constexpr,
+    SHARED: tl.constexpr,
     BT: tl.constexpr,
 ):
     lane = tl.arange(0, BT)
@@ -76,9 +79,13 @@ def _moe_router_kernel(
             weight = tl.where(rank == j, tl.sum(tl.where(hit, score, 0.0), axis=1)[:, None], weight)
             key = tl.where(hit, _GONE, key)
         weight = weight / (tl.sum(weight, axis=1)[:, None] + 1e-20) * factor
-        kept = live & (choice < K)[None, :]
-        tl.store(weights_ptr + rows * K + choice[None, :], weight, mask=kept)
-        tl.store(ids_ptr + rows * K + choice[None, :], chosen.to(tl.int32), mask=kept)
+        if SHARED:
+            chosen = tl.where(rank == K, 1.0 * E, chosen)
+            weight = tl.where(rank == K, 1.0, weight)
+        kept = live & (choice < K + SHARED)[None, :]
+        target = rows * (K + SHARED) + choice[None, :]
+        tl.store(weights_ptr + target, weight, mask=kept)
+        tl.store(ids_ptr + target, chosen.to(tl.int32), mask=kept)
 
 
 @triton.jit(do_not_specialize=["T", "V", "factor"])
@@ -95,6 +102,7 @@ def _moe_hash_router_kernel(
     EB: tl.constexpr,
     K: tl.constexpr,
     KB: tl.constexpr,
+    SHARED: tl.constexpr,
 ):
     expert = tl.arange(0, EB)
     number = expert.to(tl.float32)[None, :]
@@ -108,8 +116,13 @@ def _moe_hash_router_kernel(
         hit = chosen.to(tl.float32)[:, None] == number
         weight = tl.sum(tl.where(hit, score[None, :], 0.0), axis=1)
         weight = weight / (tl.sum(weight, axis=0) + 1e-20) * factor
-        tl.store(weights_ptr + row * K + choice, weight, mask=choice < K)
-        tl.store(ids_ptr + row * K + choice, chosen, mask=choice < K)
+        if SHARED:
+            last = choice.to(tl.float32) == K
+            chosen = tl.where(last, E, chosen)
+            weight = tl.where(last, 1.0, weight)
+        target = row * (K + SHARED) + choice
+        tl.store(weights_ptr + target, weight, mask=choice < K + SHARED)
+        tl.store(ids_ptr + target, chosen, mask=choice < K + SHARED)
 
 
 def moe_router(
@@ -120,10 +133,12 @@ def moe_router(
     bias: torch.Tensor | None = None,
     input_ids: torch.Tensor | None = None,
     tid2eid: torch.Tensor | None = None,
+    shared_expert: bool = False,
     weights: torch.Tensor | None = None,
     ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(weights [T, k] fp32, ids [T, k] int32)` of the router logits `[T, E]` fp32.
+    """`(weights [T, k] fp32, ids [T, k] int32)` of the router logits `[T, E]` fp32; with `shared_expert` one more
+    column of expert E and weight 1.
 
     Without a table, the k best of score plus `bias [E]` (fp32, optional); a NaN score ranks last. With `tid2eid [V,
     k]` and `input_ids [T]` (int32 or int64 each), the table's experts in table order and no bias: token ids outside
@@ -144,11 +159,12 @@ def moe_router(
         check_tensor("moe_router", "tid2eid", tid2eid, (None, k), integers, device=logits.device)
         if not len(tid2eid):
             raise ValueError("moe_router: tid2eid has no rows")
-    weights = output("moe_router", "weights", weights, (T, k), torch.float32, logits.device)
-    ids = output("moe_router", "ids", ids, (T, k), torch.int32, logits.device)
+    columns = k + shared_expert
+    weights = output("moe_router", "weights", weights, (T, columns), torch.float32, logits.device)
+    ids = output("moe_router", "ids", ids, (T, columns), torch.int32, logits.device)
     if T == 0:
         return weights, ids
-    shape = {"E": E, "EB": -(-E // 16) * 16, "K": k, "KB": next_power_of_2(k)}
+    shape = {"E": E, "EB": -(-E // 16) * 16, "K": k, "KB": next_power_of_2(columns), "SHARED": int(shared_expert)}
     factor = float(routed_scaling_factor)
     cores = family_of(logits.device.type).vector_cores
     if tid2eid is not None:

@@ -19,6 +19,16 @@ _TILE = 4096
 _MAX_COLUMNS = 2048
 
 
+@triton.jit
+def clamped_swiglu(gate, up, LIMIT: tl.constexpr):
+    """`silu(min(gate, LIMIT)) * clamp(up, -LIMIT, LIMIT)` in fp32; LIMIT 0 is no clamp."""
+    if LIMIT > 0:
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
 @triton.jit(do_not_specialize=["M"])
 def _swiglu_kernel(
     x_ptr,
@@ -41,11 +51,7 @@ def _swiglu_kernel(
         offset = row_lane[:, None] * (2 * INNER) + col_lane[None, :]
         gate = tl.load(source + offset, mask=live, other=0.0).to(tl.float32)
         up = tl.load(source + INNER + offset, mask=live, other=0.0).to(tl.float32)
-        if LIMIT > 0:
-            gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-            up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-            up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        result = gate / (1.0 + tl.exp(-gate)) * up
+        result = clamped_swiglu(gate, up, LIMIT)
         if weight_ptr is not None:
             weight = tl.load(weight_ptr + first + row_lane, mask=row_lane < M - first, other=0.0)
             result = result * weight[:, None]

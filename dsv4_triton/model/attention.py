@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -23,6 +22,7 @@ from dsv4_triton.backend.geometry import overlap
 from dsv4_triton.backend.metadata import StepPlanner
 from dsv4_triton.backend.op import register_ops
 from dsv4_triton.backend.serving import Serving
+from dsv4_triton.backend.workspace import Workspace
 from dsv4_triton.config import HEAD_DIM, INDEX_DIM, ModelSettings
 from dsv4_triton.hadamard import sylvester
 from dsv4_triton.model.loader import Slot, Store, copy_into, into_layer, prefixed
@@ -41,38 +41,29 @@ def permuted(store: Store, dim: int, axis: int = 0) -> Store:
 
 
 class Compressor(nn.Module):
-    """Per-token rows [u | g] of a compressor with entries of `dim` features; weights and product are fp32."""
+    """Position terms and norm of a compressor with entries of `dim` features. Its two matrices, `sizes` rows together,
+    belong to the layer's fp32 projection."""
 
-    def __init__(self, hidden: int, dim: int, ratio: int, dtype: torch.dtype, prefix: str) -> None:
+    def __init__(self, dim: int, ratio: int, dtype: torch.dtype) -> None:
         super().__init__()
         self._dim = dim
-        self._matrix = (overlap(ratio) * dim, hidden)
-        self.rows = MergedColumnParallelLinear(
-            hidden,
-            [self._matrix[0]] * 2,
-            bias=False,
-            params_dtype=torch.float32,
-            return_bias=False,
-            disable_tp=True,
-            prefix=f"{prefix}.rows",
-        )
-        self.ape = parameter(ratio, self._matrix[0], dtype=torch.float32)
+        self._width = overlap(ratio) * dim
+        self.sizes = [self._width] * 2
+        self.ape = parameter(ratio, self._width, dtype=torch.float32)
         self.norm = parameter(dim, dtype=dtype)
 
-    def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.rows(hidden.float())
-
-    def slots(self) -> dict[str, Slot]:
+    def slots(self, hidden: int, store_kv: Store, store_gate: Store) -> dict[str, Slot]:
+        matrix = (self._width, hidden)
         return {
-            "wkv.weight": Slot(self._matrix, permuted(into_layer(self.rows, 0), self._dim)),
-            "wgate.weight": Slot(self._matrix, permuted(into_layer(self.rows, 1), self._dim)),
+            "wkv.weight": Slot(matrix, permuted(store_kv, self._dim)),
+            "wgate.weight": Slot(matrix, permuted(store_gate, self._dim)),
             "ape": Slot(tuple(self.ape.shape), permuted(copy_into(self.ape), self._dim, axis=1)),
             "norm.weight": Slot((self._dim,), permuted(copy_into(self.norm), self._dim)),
         }
 
 
 class Indexer(nn.Module):
-    """The lightning indexer of a c4 layer."""
+    """The lightning indexer of a c4 layer. The weights of its heads come from the layer's fp32 projection."""
 
     hadamard: torch.Tensor
 
@@ -84,34 +75,22 @@ class Indexer(nn.Module):
         self.wq_b = ReplicatedLinear(
             settings.q_lora, self.heads * INDEX_DIM, bias=False, return_bias=False, prefix=f"{prefix}.wq_b"
         )
-        self.weights_proj = ReplicatedLinear(
-            settings.hidden,
-            self.heads,
-            bias=False,
-            params_dtype=torch.float32,
-            return_bias=False,
-            prefix=f"{prefix}.weights_proj",
-        )
-        self.compressor = Compressor(settings.hidden, INDEX_DIM, 4, dtype, f"{prefix}.compressor")
+        self.compressor = Compressor(INDEX_DIM, 4, dtype)
         # Rotates features in half layout, queries and keys alike: products are those of the interleaved order.
         self.register_buffer("hadamard", sylvester(INDEX_DIM, dtype=dtype), persistent=False)
 
     def queries(self, latent: torch.Tensor) -> torch.Tensor:
         return self.wq_b(latent)
 
-    def head_weights(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.weights_proj(hidden.float())
-
-    def slots(self) -> dict[str, Slot]:
-        store_weights = into_layer(self.weights_proj)
+    def slots(self, hidden: int, store_kv: Store, store_gate: Store, store_weights: Store) -> dict[str, Slot]:
         return {
             "wq_b.weight": Slot(
                 (self.heads * INDEX_DIM, self.wq_b.input_size), permuted(into_layer(self.wq_b), INDEX_DIM)
             ),
             "weights_proj.weight": Slot(
-                (self.heads, self.weights_proj.input_size), lambda tensor: store_weights(tensor.float() * self._factor)
+                (self.heads, hidden), lambda tensor: store_weights(tensor.float() * self._factor)
             ),
-            **prefixed("compressor", self.compressor.slots()),
+            **prefixed("compressor", self.compressor.slots(hidden, store_kv, store_gate)),
         }
 
 
@@ -126,6 +105,7 @@ class Attention(nn.Module):
         serving: Serving,
         ratio: int,
         planner: StepPlanner,
+        workspace: Workspace,
         tables: RopeTables,
         prefix: str,
     ) -> None:
@@ -147,6 +127,7 @@ class Attention(nn.Module):
         self.eps = settings.rms_eps
         self.scale = HEAD_DIM**-0.5
         self.fake_quant = choices.kv_fake_quant
+        self.workspace = workspace
         self.caches = LayerCaches(vllm_config, prefix, ratio, serving.layout, planner)
 
         self.wq_a_wkv = MergedColumnParallelLinear(
@@ -157,8 +138,7 @@ class Attention(nn.Module):
             disable_tp=True,
             prefix=f"{prefix}.wq_a_wkv",
         )
-        # fp32 weight: the norm then rounds once, after the product with the weight.
-        self.q_norm = RMSNorm(settings.q_lora, eps=self.eps, dtype=torch.float32)
+        self.q_norm = parameter(settings.q_lora, dtype=torch.float32)
         self.wq_b = ColumnParallelLinear(
             settings.q_lora, settings.heads * HEAD_DIM, bias=False, return_bias=False, prefix=f"{prefix}.wq_b"
         )
@@ -173,32 +153,57 @@ class Attention(nn.Module):
             return_bias=False,
             prefix=f"{prefix}.wo_b",
         )
-        self.compressor = Compressor(settings.hidden, HEAD_DIM, ratio, dtype, f"{prefix}.compressor") if ratio else None
+        self.compressor = Compressor(HEAD_DIM, ratio, dtype) if ratio else None
         self.indexer = Indexer(settings, dtype, f"{prefix}.indexer") if ratio == 4 else None
+        self.wide_rows = self._wide_rows(f"{prefix}.wide_rows")
         base, yarn = (settings.compress_rope_theta, settings.yarn) if ratio else (settings.rope_theta, None)
         self.register_buffer("cos_sin", tables.table(base, yarn), persistent=False)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        output = torch.empty_like(hidden)
-        torch.ops.vllm.dsa_forward(hidden, output, self.prefix)
-        return output
+    def _wide_rows(self, prefix: str) -> MergedColumnParallelLinear | None:
+        """The fp32 projections of a token in one product: [u | g] of the main compressor, [u | g] of the indexer's,
+        and the weights of the indexer's heads."""
+        if self.compressor is None:
+            return None
+        sizes = list(self.compressor.sizes)
+        if self.indexer is not None:
+            sizes += [*self.indexer.compressor.sizes, self.indexer.heads]
+        return MergedColumnParallelLinear(
+            self.settings.hidden,
+            sizes,
+            bias=False,
+            params_dtype=torch.float32,
+            return_bias=False,
+            disable_tp=True,
+            prefix=prefix,
+        )
+
+    def forward(self, hidden: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+        """[T, D] of `hidden` [T, D]; `wide` is `hidden` in fp32."""
+        groups, rank, _ = self.wo_a.shape
+        z = torch.empty(len(hidden), groups * rank, dtype=hidden.dtype, device=hidden.device)
+        torch.ops.vllm.dsa_forward(hidden, wide, z, self.prefix)
+        return self.wo_b(z)
 
     def latents(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         latent, kv = self.wq_a_wkv(hidden).split((self.settings.q_lora, HEAD_DIM), dim=-1)
-        return self.q_norm(latent.contiguous()), kv.contiguous()
+        return latent, kv
+
+    def compressor_rows(self, wide: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        assert self.wide_rows is not None and self.compressor is not None
+        sizes = [sum(self.compressor.sizes)]
+        if self.indexer is not None:
+            sizes += [sum(self.indexer.compressor.sizes), self.indexer.heads]
+        return self.wide_rows(wide).split(sizes, dim=-1)
 
     def queries(self, latent: torch.Tensor) -> torch.Tensor:
         return self.wq_b(latent)
-
-    def project_out(self, z: torch.Tensor) -> torch.Tensor:
-        return self.wo_b(z)
 
     def slots(self) -> dict[str, Slot]:
         s = self.settings
         group_width = self.wo_a.shape[2]
         slots = {
             "wq_a.weight": Slot((s.q_lora, s.hidden), into_layer(self.wq_a_wkv, 0)),
-            "q_norm.weight": Slot((s.q_lora,), copy_into(self.q_norm.weight)),
+            "q_norm.weight": Slot((s.q_lora,), copy_into(self.q_norm)),
             "wq_b.weight": Slot((s.heads * HEAD_DIM, s.q_lora), permuted(into_layer(self.wq_b), HEAD_DIM)),
             "wkv.weight": Slot((HEAD_DIM, s.hidden), permuted(into_layer(self.wq_a_wkv, 1), HEAD_DIM)),
             "kv_norm.weight": Slot((HEAD_DIM,), permuted(copy_into(self.kv_norm), HEAD_DIM)),
@@ -206,10 +211,11 @@ class Attention(nn.Module):
             "wo_a.weight": Slot((s.o_groups * s.o_lora, group_width), permuted(self._store_wo_a, HEAD_DIM, axis=1)),
             "wo_b.weight": Slot((s.hidden, s.o_groups * s.o_lora), into_layer(self.wo_b)),
         }
-        if self.compressor is not None:
-            slots |= prefixed("compressor", self.compressor.slots())
-        if self.indexer is not None:
-            slots |= prefixed("indexer", self.indexer.slots())
+        if self.wide_rows is not None and self.compressor is not None:
+            matrices = [into_layer(self.wide_rows, shard) for shard in range(len(self.wide_rows.output_sizes))]
+            slots |= prefixed("compressor", self.compressor.slots(s.hidden, *matrices[:2]))
+            if self.indexer is not None:
+                slots |= prefixed("indexer", self.indexer.slots(s.hidden, *matrices[2:]))
         return slots
 
     def _store_wo_a(self, tensor: torch.Tensor) -> None:

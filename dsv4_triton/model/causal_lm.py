@@ -8,15 +8,17 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.sequence import IntermediateTensors
 
 from dsv4_triton.backend.metadata import StepPlanner
 from dsv4_triton.backend.serving import Serving
+from dsv4_triton.backend.workspace import Workspace, step_workspace
 from dsv4_triton.config import HC_MULT
 from dsv4_triton.kernels.hc_head import hc_head
-from dsv4_triton.model.layer import DecoderLayer, HcParameters
+from dsv4_triton.model.layer import DecoderLayer, HcParameters, Pending
 from dsv4_triton.model.loader import Slot, into_layer, load_strict, prefixed
 from dsv4_triton.model.rope import RopeTables
 
@@ -30,15 +32,24 @@ class DeepseekV4Model(nn.Module):
         super().__init__()
         self.settings = settings = serving.model
         model_config = vllm_config.model_config
-        planner = StepPlanner(
-            vllm_config.scheduler_config.max_num_batched_tokens, torch.device(vllm_config.device_config.device)
+        tokens, device = vllm_config.scheduler_config.max_num_batched_tokens, vllm_config.device_config.device
+        planner = StepPlanner(tokens, torch.device(device))
+        self.workspace = Workspace(
+            step_workspace(
+                serving,
+                model_config.dtype,
+                tokens=tokens,
+                context=model_config.max_model_len,
+                shards=get_tensor_model_parallel_world_size(),
+            ),
+            device,
         )
         tables = RopeTables(model_config.max_model_len)
         self.embed_tokens: nn.Module = VocabParallelEmbedding(
             settings.vocab, settings.hidden, prefix=f"{prefix}.embed_tokens"
         )
         self.layers = nn.ModuleList(
-            DecoderLayer(vllm_config, serving, index, planner, tables, f"{prefix}.layers.{index}")
+            DecoderLayer(vllm_config, serving, index, planner, self.workspace, tables, f"{prefix}.layers.{index}")
             for index in range(settings.layers)
         )
         self.hc_head = HcParameters(settings.hidden, HC_MULT, 1, model_config.dtype)
@@ -46,17 +57,18 @@ class DeepseekV4Model(nn.Module):
     def forward(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        streams = inputs_embeds[:, None].repeat(1, HC_MULT, 1)
+        state: torch.Tensor | Pending = inputs_embeds[:, None].repeat(1, HC_MULT, 1)
         for layer in self.layers:
-            streams = layer(streams, input_ids)
+            state = layer(state, input_ids)
         return hc_head(
-            streams,
+            state.written() if isinstance(state, Pending) else state,
             self.hc_head.fn_parts,
             self.hc_head.scale,
             self.hc_head.base,
             norm_eps=self.settings.rms_eps,
             hc_eps=self.settings.hc_eps,
             norm_weight=self.hc_head.norm,
+            workspace=self.workspace.memory,
         )
 
     def slots(self) -> dict[str, Slot]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import nn
 from vllm.config import VllmConfig
 
 from dsv4_triton.backend.metadata import StepPlanner
 from dsv4_triton.backend.serving import Serving
+from dsv4_triton.backend.workspace import Workspace
 from dsv4_triton.config import HC_MULT
 from dsv4_triton.kernels.hc_post import hc_post
+from dsv4_triton.kernels.hc_post_pre import hc_post_pre
 from dsv4_triton.kernels.hc_pre import hc_pre, split_fn
 from dsv4_triton.model.attention import Attention, parameter
 from dsv4_triton.model.loader import Slot, copy_into, prefixed
@@ -41,8 +45,38 @@ class HcParameters(nn.Module):
         }
 
 
+class Pending(NamedTuple):
+    """A sub-layer's output [T, D] that is still to be written into the streams [T, 4, D], and how: `hc_post`.
+
+    The next sub-layer does it together with its own collapse of the streams.
+    """
+
+    streams: torch.Tensor
+    output: torch.Tensor
+    post: torch.Tensor
+    comb: torch.Tensor
+
+    def written(self) -> torch.Tensor:
+        """The streams with the output in them."""
+        return hc_post(self.output, self.streams, self.post, self.comb)
+
+
+class Collapse(NamedTuple):
+    """The input of a sub-layer, [T, D] in the model's dtype and in fp32, and what its output's write-back needs."""
+
+    hidden: torch.Tensor
+    wide: torch.Tensor
+    streams: torch.Tensor
+    post: torch.Tensor
+    comb: torch.Tensor
+
+    def with_output(self, output: torch.Tensor) -> Pending:
+        return Pending(self.streams, output, self.post, self.comb)
+
+
 class DecoderLayer(nn.Module):
-    """Streams [T, 4, D] -> streams; there is no other residual than the mHC expansion."""
+    """Streams [T, 4, D], the last layer's output pending, -> the same; there is no other residual than the mHC
+    expansion."""
 
     def __init__(
         self,
@@ -50,35 +84,49 @@ class DecoderLayer(nn.Module):
         serving: Serving,
         index: int,
         planner: StepPlanner,
+        workspace: Workspace,
         tables: RopeTables,
         prefix: str,
     ) -> None:
         super().__init__()
         dtype = vllm_config.model_config.dtype
         self.settings = settings = serving.model
-        self.attn = Attention(vllm_config, serving, settings.ratio(index), planner, tables, f"{prefix}.attn")
-        self.ffn = MoE(settings, dtype, settings.is_hashed(index), f"{prefix}.ffn")
+        self.workspace = workspace
+        ratio = settings.ratio(index)
+        self.attn = Attention(vllm_config, serving, ratio, planner, workspace, tables, f"{prefix}.attn")
+        self.ffn = MoE(settings, dtype, settings.is_hashed(index), workspace, f"{prefix}.ffn")
         rows = (2 + HC_MULT) * HC_MULT
         self.hc_attn = HcParameters(settings.hidden, rows, 3, dtype)
         self.hc_ffn = HcParameters(settings.hidden, rows, 3, dtype)
 
-    def forward(self, streams: torch.Tensor, input_ids: torch.Tensor | None) -> torch.Tensor:
-        hidden, post, comb = self._collapse(streams, self.hc_attn)
-        streams = hc_post(self.attn(hidden), streams, post, comb)
-        hidden, post, comb = self._collapse(streams, self.hc_ffn)
-        return hc_post(self.ffn(hidden, input_ids), streams, post, comb)
+    def forward(self, state: torch.Tensor | Pending, input_ids: torch.Tensor | None) -> Pending:
+        """`state`: the streams before the first layer, later what the last layer returned."""
+        collapsed = self._collapse(state, self.hc_attn)
+        state = collapsed.with_output(self.attn(collapsed.hidden, collapsed.wide))
+        collapsed = self._collapse(state, self.hc_ffn)
+        return collapsed.with_output(self.ffn(collapsed.hidden, collapsed.wide, input_ids))
 
-    def _collapse(self, streams: torch.Tensor, hc: HcParameters) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return hc_pre(
-            streams,
-            hc.fn_parts,
-            hc.scale,
-            hc.base,
-            norm_eps=self.settings.rms_eps,
-            hc_eps=self.settings.hc_eps,
-            sinkhorn_iters=self.settings.sinkhorn_iters,
-            norm_weight=hc.norm,
-        )
+    def _collapse(self, state: torch.Tensor | Pending, hc: HcParameters) -> Collapse:
+        streams = state.streams if isinstance(state, Pending) else state
+        tokens, _, width = streams.shape
+        exact = streams.dtype == torch.float32
+        wide = None if exact else torch.empty(tokens, width, dtype=torch.float32, device=streams.device)
+        parameters = (hc.fn_parts, hc.scale, hc.base)
+        options: dict[str, Any] = {
+            "norm_eps": self.settings.rms_eps,
+            "hc_eps": self.settings.hc_eps,
+            "sinkhorn_iters": self.settings.sinkhorn_iters,
+            "norm_weight": hc.norm,
+            "wide": wide,
+            "workspace": self.workspace.memory,
+        }
+        if isinstance(state, Pending):
+            streams, hidden, post, comb = hc_post_pre(
+                state.output, state.streams, state.post, state.comb, *parameters, **options
+            )
+        else:
+            hidden, post, comb = hc_pre(streams, *parameters, **options)
+        return Collapse(hidden, hidden if wide is None else wide, streams, post, comb)
 
     def slots(self) -> dict[str, Slot]:
         return {

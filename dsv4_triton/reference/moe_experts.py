@@ -1,4 +1,4 @@
-"""The routed experts of a mixture-of-experts layer, in plain PyTorch with fp32 maths.
+"""The experts of a mixture-of-experts layer, in plain PyTorch with fp32 maths.
 
     [a | b] = w13_e x
     h = weight * silu(min(a, limit)) * clamp(b, -limit, limit), in x's dtype
@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from dsv4_triton.reference._deliver import deliver
+from dsv4_triton.reference.grouped_matmul_swiglu import gate_up
 from dsv4_triton.reference.swiglu import swiglu
 
 
@@ -24,14 +25,15 @@ def moe_experts(
     *,
     swiglu_limit: float | None,
     out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[T, D] fp32: the weighted sum of each token's experts; see `dsv4_triton.kernels.moe_experts`."""
+    """[T, D] fp32 (or out's dtype): the weighted sum of each token's experts; see `dsv4_triton.kernels.moe_experts`."""
     result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in ids.unique().tolist():
         if not 0 <= expert < w13.shape[0]:
             continue
         token, choice = (ids == expert).nonzero(as_tuple=True)
-        gate_up = x[token].float() @ w13[expert].float().T
-        h = swiglu(gate_up, limit=swiglu_limit, row_weights=weights[token, choice]).to(x.dtype)
+        products = torch.cat([x[token].float() @ w.float().T for w in gate_up(w13[expert])], dim=1)
+        h = swiglu(products, limit=swiglu_limit, row_weights=weights[token, choice]).to(x.dtype)
         result.index_add_(0, token, h.float() @ w2[expert].float().T)
     return deliver(result, out)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from dsv4_triton.reference._deliver import deliver
+
 
 def tile_capacity(pairs: int, num_experts: int, block_rows: int) -> int:
     """Tiles that `pairs` rows can need at most, however they are spread over the experts."""
@@ -15,20 +17,28 @@ def tile_capacity(pairs: int, num_experts: int, block_rows: int) -> int:
 
 
 def moe_plan(
-    ids: torch.Tensor, num_experts: int, *, block_rows: int
+    ids: torch.Tensor,
+    num_experts: int,
+    *,
+    block_rows: int,
+    positions: torch.Tensor | None = None,
+    tiles: torch.Tensor | None = None,
+    num_tiles: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`(positions [T, k], tiles [3, C], num_tiles [1])`, all int32; see `dsv4_triton.kernels.moe_plan`."""
     flat = ids.flatten().long()
     valid = (flat >= 0) & (flat < num_experts)
     order = torch.sort(torch.where(valid, flat, num_experts), stable=True).indices
-    positions = torch.empty_like(flat)
-    positions[order] = torch.arange(len(flat), device=ids.device)
-    positions = torch.where(valid, positions, -1).to(torch.int32)
-    tiles = torch.zeros(3, tile_capacity(len(flat), num_experts, block_rows), dtype=torch.int32, device=ids.device)
+    place = torch.empty_like(flat)
+    place[order] = torch.arange(len(flat), device=ids.device)
+    place = torch.where(valid, place, -1).to(torch.int32).view(ids.shape)
+    runs = torch.zeros(3, tile_capacity(len(flat), num_experts, block_rows), dtype=torch.int32, device=ids.device)
     count, first = 0, 0
     for expert, rows in enumerate(torch.bincount(flat[valid], minlength=num_experts).tolist()):
         for row in range(0, rows, block_rows):
-            tiles[:, count] = torch.tensor([expert, first + row, min(block_rows, rows - row)])
+            runs[:, count] = torch.tensor([expert, first + row, min(block_rows, rows - row)])
             count += 1
         first += rows
-    return positions.view(ids.shape), tiles, torch.tensor([count], dtype=torch.int32, device=ids.device)
+    used = torch.tensor([count], dtype=torch.int32, device=ids.device)
+    return deliver(place, positions), deliver(runs, tiles), deliver(used, num_tiles)

@@ -25,12 +25,14 @@ def moe_router(
     bias: torch.Tensor | None = None,
     input_ids: torch.Tensor | None = None,
     tid2eid: torch.Tensor | None = None,
+    shared_expert: bool = False,
     weights: torch.Tensor | None = None,
     ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`(weights [T, k] fp32, ids [T, k] int32)`; see `dsv4_triton.kernels.moe_router`.
 
-    Token ids outside the table count as token 0. A NaN score ranks last.
+    Token ids outside the table count as token 0. A NaN score ranks last. `shared_expert` adds a column: expert E with
+    weight 1.
     """
     logits = logits.float()
     score = torch.sqrt(logits.clamp(min=0) + torch.log1p(torch.exp(-logits.abs())))
@@ -44,4 +46,7 @@ def moe_router(
         chosen = torch.sort(key, dim=-1, descending=True, stable=True).indices[:, :k]
     picked = score.gather(1, chosen)
     weight = picked / (picked.sum(-1, keepdim=True) + 1e-20) * routed_scaling_factor
+    if shared_expert:
+        weight = torch.nn.functional.pad(weight, (0, 1), value=1.0)
+        chosen = torch.nn.functional.pad(chosen, (0, 1), value=logits.shape[1])
     return deliver(weight, weights), deliver(chosen.to(torch.int32), ids)

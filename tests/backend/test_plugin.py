@@ -93,14 +93,14 @@ class Layer:
 
 @pytest.fixture
 def forward_context(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A forward context with one attention layer, whose attention is `output = 2 * hidden`."""
+    """A forward context with one attention layer, whose attention is `output = 2 * wide`."""
     from vllm import forward_context as module
 
     from dsv4_triton.backend import attention
 
     context = type("Context", (), {"attn_metadata": None, "no_compile_layers": {"layer": Layer()}})()
     monkeypatch.setattr(module, "get_forward_context", lambda: context)
-    monkeypatch.setattr(attention, "attend", lambda layer, hidden, output, metadata: output.copy_(2 * hidden))
+    monkeypatch.setattr(attention, "attend", lambda layer, hidden, wide, output, metadata: output.copy_(2 * wide))
     register_ops()
     return context
 
@@ -108,7 +108,7 @@ def forward_context(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_profiling_run_is_zero_and_touches_no_layer(forward_context: Any) -> None:
     hidden, output = torch.randn(3, 8), torch.full((3, 8), float("nan"))
     forward_context.no_compile_layers = {}
-    torch.ops.vllm.dsa_forward(hidden, output, "layer")
+    torch.ops.vllm.dsa_forward(hidden, hidden, output, "layer")
     assert torch.equal(output, torch.zeros(3, 8))
 
 
@@ -116,6 +116,6 @@ def test_profiling_run_is_zero_and_touches_no_layer(forward_context: Any) -> Non
 @pytest.mark.parametrize("profiling", [True, False])
 def test_opcheck(forward_context: Any, tokens: int, profiling: bool) -> None:
     forward_context.attn_metadata = None if profiling else {"layer.window": object()}
-    hidden = torch.randn(tokens, 8)
+    hidden = torch.randn(tokens, 8).bfloat16()
     op = getattr(torch.ops.vllm, OP_NAME)
-    torch.library.opcheck(op.default, (hidden, torch.empty_like(hidden), "layer"))
+    torch.library.opcheck(op.default, (hidden, hidden.float(), torch.empty_like(hidden), "layer"))

@@ -3,9 +3,13 @@
 import pytest
 import torch
 
-from dsv4_triton.kernels.moe_experts import moe_experts
+from dsv4_triton.compiler.launches import recording
+from dsv4_triton.device import A2, HOST, acting_as
+from dsv4_triton.kernels import moe_experts as kernel
+from dsv4_triton.kernels.moe_experts import moe_experts, moe_experts_workspace
 from dsv4_triton.reference import moe_experts as reference
-from tests.numeric import Guarded, assert_close, assert_equal
+from dsv4_triton.reference.grouped_matmul_swiglu import gate_up
+from tests.numeric import Guarded, assert_close, assert_equal, poisoned
 
 BF16, FP32 = torch.bfloat16, torch.float32
 LIMIT = 10.0
@@ -38,7 +42,7 @@ def test_equals_a_loop_over_tokens_in_fp64():
     expected = torch.zeros(5, 64, dtype=torch.float64)
     for t in range(5):
         for weight, expert in zip(weights[t].double(), ids[t].tolist()):
-            a, b = (w13[expert].double() @ x[t].double()).chunk(2)
+            a, b = (w.double() @ x[t].double() for w in gate_up(w13[expert]))
             h = torch.nn.functional.silu(a.clamp(max=LIMIT)) * b.clamp(-LIMIT, LIMIT)
             expected[t] += w2[expert].double() @ (weight * h)
     assert_close(moe_experts(x, w13, w2, weights, ids, swiglu_limit=LIMIT), expected.float(), rtol=1e-5, atol=1e-4)
@@ -95,6 +99,50 @@ def test_a_token_does_not_depend_on_its_batch():
         assert_close(alone[0], together[t], rtol=1e-6, atol=1e-6)
 
 
+def test_rounds_once_to_the_dtype_of_out():
+    args = make(9, BF16)
+    wide = moe_experts(*args, swiglu_limit=LIMIT)
+    got = moe_experts(*args, swiglu_limit=LIMIT, out=poisoned((9, 64), BF16))
+    assert_equal(got, wide.to(BF16))
+
+
+def test_a_shared_expert_is_one_more_choice():
+    """Weight 1 and the last expert in every row: the sum of the routed experts and of the shared one."""
+    x, w13, w2, weights, ids = make(12, FP32)
+    every = torch.full((12, 1), 15, dtype=torch.int32)
+    ids = torch.stack([torch.randperm(15)[:6] for _ in range(12)]).int()
+    both = moe_experts(
+        x, w13, w2, torch.cat((weights, torch.ones(12, 1)), 1), torch.cat((ids, every), 1), swiglu_limit=LIMIT
+    )
+    routed = moe_experts(x, w13, w2, weights, ids, swiglu_limit=LIMIT)
+    shared = moe_experts(x, w13, w2, torch.ones(12, 1), every, swiglu_limit=LIMIT)
+    assert_close(both, routed + shared, rtol=1e-6, atol=1e-6)
+
+
+def test_long_steps_run_in_parts(monkeypatch):
+    args = make(43, FP32)
+    whole = moe_experts(*args, swiglu_limit=LIMIT)
+    monkeypatch.setattr(kernel, "RUN_TOKENS", 16)
+    workspace = torch.empty(moe_experts_workspace(43, 6, 16, 64, 48, FP32), dtype=torch.uint8)
+    # tiles of other heights: sums of products in another order
+    assert_close(moe_experts(*args, swiglu_limit=LIMIT, workspace=workspace), whole, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", [HOST, A2])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_the_workspace_suffices_for_any_number_of_tokens(family, dtype):
+    x, w13, w2, weights, ids = make(1000, dtype)
+    workspace = poisoned((moe_experts_workspace(1000, 6, 16, 64, 48, dtype),), torch.uint8)
+    few = moe_experts(x[:5], w13, w2, weights[:5], ids[:5], swiglu_limit=LIMIT)
+    got = moe_experts(x[:5], w13, w2, weights[:5], ids[:5], swiglu_limit=LIMIT, workspace=workspace)
+    assert_equal(got, few)
+    with acting_as(family), recording():
+        for T in (1, 2, 10, 11, 42, 43, 100, 170, 171, 999, 1000):
+            moe_experts(x[:T], w13, w2, weights[:T], ids[:T], swiglu_limit=LIMIT, workspace=workspace)
+    with pytest.raises(ValueError, match=r"moe_experts: workspace has 4096 bytes, this call needs \d+"):
+        moe_experts(x, w13, w2, weights, ids, swiglu_limit=LIMIT, workspace=workspace[:4096])
+
+
 def test_no_tokens_and_wrong_arguments():
     x, w13, w2, weights, ids = make(2, BF16)
     assert moe_experts(x[:0], w13, w2, weights[:0], ids[:0], swiglu_limit=LIMIT).shape == (0, 64)
@@ -104,7 +152,8 @@ def test_no_tokens_and_wrong_arguments():
         (ValueError, "w13 has shape", {"w13": w13[:, :95].contiguous()}),
         (ValueError, "ids has shape", {"ids": ids[:, :5].contiguous()}),
         (TypeError, "ids has dtype", {"ids": ids.long()}),
-        (TypeError, "out has dtype", {"out": torch.empty_like(x)}),
+        (TypeError, "out has dtype", {"out": torch.empty_like(x, dtype=torch.float16)}),
+        (TypeError, "workspace has dtype", {"workspace": torch.empty(1 << 20, dtype=torch.int8)}),
     ):
         with pytest.raises(error, match=match):
             moe_experts(

@@ -5,7 +5,7 @@ import torch
 
 from dsv4_triton.kernels import moe_plan as kernel
 from dsv4_triton.reference import moe_plan as reference
-from tests.numeric import assert_equal
+from tests.numeric import assert_equal, poisoned
 
 
 def check(ids, num_experts, block_rows):
@@ -62,10 +62,24 @@ def test_capacity_is_enough_and_reached():
     assert kernel.tile_capacity(len(ids), 16, 32) == reference.tile_capacity(len(ids), 16, 32)
 
 
+@pytest.mark.parametrize("T", [1, 42, 43, 300])
+def test_given_memory_and_workspace(T):
+    ids = distinct(T, 16, 6)
+    want = reference.moe_plan(ids, 16, block_rows=16)
+    memory = {name: poisoned(t.shape, t.dtype) for name, t in zip(("positions", "tiles", "num_tiles"), want)}
+    workspace = poisoned((kernel.moe_plan_workspace(300 * 6, 16),), torch.uint8)
+    got = kernel.moe_plan(ids, 16, block_rows=16, **memory, workspace=workspace)
+    for a, b, (name, given) in zip(got, want, memory.items()):
+        assert a.data_ptr() == given.data_ptr()
+        assert_equal(a, b, name)
+
+
 def test_no_tokens_and_wrong_arguments():
     positions, tiles, count = check(torch.empty(0, 6, dtype=torch.int32), 16, 16)
     assert positions.shape == (0, 6) and tiles.shape == (3, 0) and int(count) == 0
     with pytest.raises(ValueError, match="block_rows is 24"):
         kernel.moe_plan(torch.zeros(2, 6, dtype=torch.int32), 16, block_rows=24)
+    with pytest.raises(ValueError, match=r"moe_plan: workspace has 64 bytes, this call needs \d+"):
+        kernel.moe_plan(distinct(50, 16, 6), 16, block_rows=16, workspace=torch.empty(64, dtype=torch.uint8))
     with pytest.raises(TypeError, match="ids has dtype"):
         kernel.moe_plan(torch.zeros(2, 6, dtype=torch.int64), 16, block_rows=16)

@@ -17,8 +17,8 @@ def spread_logits(T, E):
 
 
 def check(logits, k=6, **options):
-    T = len(logits)
-    weights, ids = Guarded((T, k), torch.float32), Guarded((T, k), torch.int32)
+    T, columns = len(logits), k + options.get("shared_expert", False)
+    weights, ids = Guarded((T, columns), torch.float32), Guarded((T, columns), torch.int32)
     moe_router(logits, k, routed_scaling_factor=FACTOR, weights=weights.out, ids=ids.out, **options)
     want_weights, want_ids = reference.moe_router(logits, k, routed_scaling_factor=FACTOR, **options)
     assert_equal(ids.out, want_ids, "ids")
@@ -114,6 +114,27 @@ def test_hash_ids_of_a_bad_table_read_nothing_outside():
     )
     assert ids.tolist() == table.tolist()
     assert_close(weights, torch.tensor([[0.0, 0.0, 0.5, 0.5, 0.0, 0.5]]), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("T", "E", "k"), [(1, 16, 6), (130, 16, 6), (3, 384, 7), (5, 6, 6), (2, 10, 8)])
+def test_a_shared_expert_is_the_last_choice(T, E, k):
+    """k of 7 and 8 choices: with the shared one a full power of two, and one beyond."""
+    logits = spread_logits(T, E)
+    bias = torch.randn(E)
+    weights, ids = check(logits, k, bias=bias, shared_expert=True)
+    assert ids[:, k].tolist() == [E] * T
+    assert weights[:, k].tolist() == [1.0] * T
+    routed, routed_ids = moe_router(logits, k, routed_scaling_factor=FACTOR, bias=bias)
+    assert_equal(weights[:, :k].clone(), routed)
+    assert_equal(ids[:, :k].clone(), routed_ids)
+
+
+def test_a_shared_expert_with_a_hash_table():
+    table = torch.stack([torch.randperm(16)[:6] for _ in range(9)])
+    tokens = torch.tensor([3, -1, 8])
+    weights, ids = check(torch.randn(3, 16), input_ids=tokens, tid2eid=table, shared_expert=True)
+    assert ids.tolist() == [[*table[t].tolist(), 16] for t in (3, 0, 8)]
+    assert_close(weights.sum(1), torch.full((3,), FACTOR + 1), rtol=1e-6, atol=0)
 
 
 def test_no_tokens_and_wrong_arguments():

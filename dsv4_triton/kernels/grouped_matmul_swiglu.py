@@ -1,0 +1,127 @@
+"""Product of row groups with the gate and up matrices of one expert each, and the clamped SwiGLU of both.
+
+    a = w_gate x,  b = w_up x                                     fp32
+    out[r] = row_weight[r] * silu(min(a, limit)) * clamp(b, -limit, limit)
+
+x [S, K] and w13 [E, 2I, K] bf16 or fp32 (one dtype), out [S, I] in x's dtype; fp32 from the products to the one
+rounding at the end. In w13 runs of `gate_block(I)` gate rows and the up rows of the same features take turns: one
+product then holds both, and the activation follows it on the tile that the matrix unit hands over. (Two products with
+accumulators of their own do not link on A5.) Rows and tiles as in `grouped_matmul`.
+
+Grid: cube cores; a persistent loop over (tile, block of features). L1: operand tiles [BM, BK] and [2 BN, BK], doubled;
+L0C: 2 BM BN fp32; UB: about 6 BM BN fp32. Source of the formula: `Expert` of the official DeepSeek inference code.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4_triton.device import family_of
+from dsv4_triton.kernels._checks import FLOATS, check_tensor, output
+from dsv4_triton.kernels._lang import extract_slice
+from dsv4_triton.kernels._tiling import even_block
+from dsv4_triton.kernels.grouped_matmul import BLOCK_ROWS
+from dsv4_triton.kernels.swiglu import clamped_swiglu
+
+OP = "grouped_matmul_swiglu"
+_MAX_GATE_BLOCK = 64
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def _grouped_matmul_swiglu_kernel(
+    x_ptr,
+    w_ptr,
+    weight_ptr,
+    tiles_ptr,
+    num_tiles_ptr,
+    out_ptr,
+    capacity,
+    INNER: tl.constexpr,
+    K: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    m = tl.arange(0, BM)
+    n = tl.arange(0, 2 * BN)
+    k = tl.arange(0, BK)
+    column_blocks: tl.constexpr = INNER // BN
+    for item in range(tl.program_id(0), tl.load(num_tiles_ptr) * column_blocks, tl.num_programs(0)):
+        tile = item // column_blocks
+        column = item % column_blocks * BN
+        expert = tl.load(tiles_ptr + tile).to(tl.int64)
+        row = tl.load(tiles_ptr + capacity + tile).to(tl.int64)
+        rows = tl.load(tiles_ptr + 2 * capacity + tile)
+        live = (m < rows)[:, None]
+        x_at = x_ptr + row * K + m[:, None] * K + k[None, :]
+        w_at = w_ptr + (expert * (2 * INNER) + 2 * column) * K + n[:, None] * K + k[None, :]
+        acc = tl.dot(tl.load(x_at, mask=live, other=0.0), tl.trans(tl.load(w_at)), input_precision="ieee")
+        for step in range(BK, K, BK):
+            x = tl.load(x_at + step, mask=live, other=0.0)
+            acc = tl.dot(x, tl.trans(tl.load(w_at + step)), acc, input_precision="ieee")
+        gate = extract_slice(acc, (0, 0), (BM, BN), (1, 1))
+        up = extract_slice(acc, (0, BN), (BM, BN), (1, 1))
+        h = clamped_swiglu(gate, up, LIMIT)
+        if weight_ptr is not None:
+            h = h * tl.load(weight_ptr + row + m, mask=m < rows, other=0.0)[:, None]
+        target = out_ptr + row * INNER + column + m[:, None] * INNER + tl.arange(0, BN)[None, :]
+        tl.store(target, h.to(out_ptr.dtype.element_ty), mask=live)
+
+
+def gate_block(inner: int) -> int:
+    """Gate rows in a run of w13 for experts of `inner` features (a multiple of 16)."""
+    return math.gcd(inner, _MAX_GATE_BLOCK)
+
+
+def gate_up_view(w13: torch.Tensor) -> torch.Tensor:
+    """`w13 [E, 2I, K]` as [E, I / B, 2, B, K] with B = gate_block(I): index 0 of axis 2 are gate rows, 1 up rows."""
+    return w13.unflatten(1, (-1, 2, gate_block(w13.shape[1] // 2)))
+
+
+def grouped_matmul_swiglu(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    tiles: torch.Tensor,
+    num_tiles: torch.Tensor,
+    *,
+    block_rows: int,
+    limit: float | None,
+    row_weights: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[S, I] in x's dtype: the activation of the rows of each tile by its expert, of `x [S, K]` and `w13 [E, 2I, K]`.
+
+    `gate_up_view` says how w13 is laid out. `row_weights [S]` fp32 multiplies each row; `limit` None or 0 means no
+    clamp. `tiles [3, C]` and `num_tiles [1]` come from `moe_plan` with the same `block_rows` (a power of two from 4 to
+    128); rows in no tile are not written. I and K are multiples of 16.
+    """
+    check_tensor(OP, "x", x, (None, None), FLOATS)
+    rows, K = x.shape
+    check_tensor(OP, "w13", w13, (None, None, K), x.dtype, device=x.device)
+    inner = w13.shape[1] // 2
+    check_tensor(OP, "w13", w13, (None, 2 * inner, K), x.dtype, device=x.device)
+    check_tensor(OP, "tiles", tiles, (3, None), torch.int32, device=x.device)
+    check_tensor(OP, "num_tiles", num_tiles, (1,), torch.int32, device=x.device)
+    if inner % 16 or K % 16:
+        raise ValueError(f"{OP}: w13 is {2 * inner} x {K} per expert, expected multiples of 32 and 16")
+    if block_rows not in BLOCK_ROWS:
+        raise ValueError(f"{OP}: block_rows is {block_rows}, expected one of {BLOCK_ROWS}")
+    if limit is not None and limit < 0:
+        raise ValueError(f"{OP}: limit is {limit}, expected a positive number, or 0 or None for no clamp")
+    if row_weights is not None:
+        check_tensor(OP, "row_weights", row_weights, (rows,), torch.float32, device=x.device)
+    out = output(OP, "out", out, (rows, inner), x.dtype, x.device)
+    capacity = tiles.shape[1]
+    if out.numel() == 0 or capacity == 0:
+        return out
+    block_n = gate_block(inner)
+    block_k = even_block(K, 256 if x.dtype == torch.bfloat16 and block_rows <= 64 else 128)
+    grid = (min(capacity * (inner // block_n), family_of(x.device.type).cube_cores),)
+    _grouped_matmul_swiglu_kernel[grid](
+        x, w13, row_weights, tiles, num_tiles, out, capacity,
+        INNER=inner, K=K, LIMIT=float(limit or 0), BM=block_rows, BN=block_n, BK=block_k,
+    )  # fmt: skip
+    return out
