@@ -1,6 +1,6 @@
 """Kernels of `sparse_attention` that do both products in one launch, and the merge of partial results.
 
-An item is one token and HEADS heads. It attends up to four tiles of rows in one softmax: WINDOWS tiles of the window,
+An item is one token and HEADS heads. It attends up to five tiles of rows in one softmax: WINDOWS tiles of the window,
 then TILES tiles of the compressed rows, which come from SOURCE:
 
 * DENSE: entries 0..n_vis - 1 through the block table;
@@ -175,6 +175,13 @@ def _chunk(
         )  # fmt: skip
         s3 = _scores(q_ptr, place, asked, a3, r3, v3, bias, scale, D, DK)
         m = tl.maximum(m, tl.max(s3, axis=1), propagate_nan=ALL)
+    if ALL_TILES > 4:
+        a4, r4, v4, bias = _tile(
+            4, window_ptr, window_table_ptr, window_stride, lo, hi, rows_ptr, table_ptr, pick_ptr, page_stride, tile,
+            count, SOURCE, BY_ROW, WINDOWS, WINDOW_PAGE, WINDOW_ROWS, PAGE, ROWS, D,
+        )  # fmt: skip
+        s4 = _scores(q_ptr, place, asked, a4, r4, v4, bias, scale, D, DK)
+        m = tl.maximum(m, tl.max(s4, axis=1), propagate_nan=ALL)
     if FINAL:
         sink = tl.load(sink_ptr + head, mask=head < heads, other=0.0)
         m = tl.maximum(m, sink, propagate_nan=ALL)
@@ -189,6 +196,9 @@ def _chunk(
     if ALL_TILES > 3:
         s3 = tl.exp(s3 - m[:, None])
         z += tl.sum(s3, axis=1)
+    if ALL_TILES > 4:
+        s4 = tl.exp(s4 - m[:, None])
+        z += tl.sum(s4, axis=1)
     if FINAL:
         z += tl.exp(sink - m)
     z = tl.maximum(z, 1e-37, propagate_nan=ALL)
@@ -200,6 +210,8 @@ def _chunk(
         p2 = (s2 * inverse).to(q_ptr.dtype.element_ty)
     if ALL_TILES > 3:
         p3 = (s3 * inverse).to(q_ptr.dtype.element_ty)
+    if ALL_TILES > 4:
+        p4 = (s4 * inverse).to(q_ptr.dtype.element_ty)
     if not FINAL:
         # Not before P: with HEADS == ROWS the compiler then no longer divides the work between the vector cores.
         tl.store(lse_ptr + head, m + tl.log(z), mask=head < heads)
@@ -211,6 +223,8 @@ def _chunk(
             o = tl.dot(p2, _load(a2, r2, v2, d, DV), o)
         if ALL_TILES > 3:
             o = tl.dot(p3, _load(a3, r3, v3, d, DV), o)
+        if ALL_TILES > 4:
+            o = tl.dot(p4, _load(a4, r4, v4, d, DV), o)
         out = out_ptr + d + place[:, None] + tl.arange(0, DV)[None, :]
         tl.store(out, o.to(out_ptr.dtype.element_ty), mask=(head < heads)[:, None])
 

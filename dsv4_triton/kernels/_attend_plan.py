@@ -12,29 +12,37 @@ from dsv4_triton.kernels import _attend
 from dsv4_triton.kernels._tiling import next_power_of_2
 from dsv4_triton.kernels.gather_rows import BLOCK, window_columns
 
-MAX_TILES = 4
+MAX_TILES = 5
 """Tiles that one chunk has names for."""
 HEAD_DIM = 512
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What fits a family: scores in flight (heads x rows), rows that are gathered per tile and per chunk, columns of a
-    product's right operand, and bytes of scratch (gathered rows and partial results should stay in the last cache)."""
+    """What fits a family.
 
-    scores: int = 40960
-    gathered_rows: int = 320
+    scores: heads x rows of one softmax. chunk_rows: rows of one of several softmaxes. tile_rows: rows of a gathered
+    tile. whole_rows, whole_columns: up to so many rows a tile and in one softmax, operands of the first product span
+    all features; beyond, slices of 128. value_width: columns of a slice of the second product. scratch_bytes: gathered
+    rows and partial results should stay in the last cache.
+    """
+
+    scores: int = 768 * 64
     chunk_rows: int = 640
-    key_width: int = 128
-    value_width: int = 64
+    tile_rows: int = 320
+    whole_rows: int = 192
+    whole_columns: int = 512
+    value_width: int = 128
     scratch_bytes: int = 64 << 20
 
 
+_ANY = 1 << 20
 LIMITS = {
     "host": Limits(
-        scores=1 << 18, gathered_rows=1024, chunk_rows=512, key_width=512, value_width=512, scratch_bytes=8 << 20
+        scores=1 << 18, chunk_rows=512, tile_rows=_ANY, whole_rows=_ANY, whole_columns=_ANY, value_width=512,
+        scratch_bytes=8 << 20,
     )
-}
+}  # fmt: skip
 
 
 def limits(family: Family) -> Limits:
@@ -140,49 +148,81 @@ def _head_block(heads: int, columns: int, scores: int) -> int:
     return block
 
 
+def _tiling(
+    family: Family, call: Call, source: int, windows: int, window_rows: int, tiles: int, rows: int, *, by_row: bool
+) -> Tiling:
+    """A launch over `windows` tiles of the window and `tiles` of `rows` compressed or gathered rows."""
+    limit = limits(family)
+    columns = windows * window_rows + tiles * rows
+    whole = max(rows, window_rows if windows else 0) <= limit.whole_rows and columns <= limit.whole_columns
+    return Tiling(
+        SOURCE=source, BY_ROW=by_row, WINDOWS=windows, WINDOW_PAGE=call.window_page, WINDOW_ROWS=window_rows,
+        TILES=tiles, PAGE=call.cmp_page, ROWS=rows, HEADS=_head_block(call.heads, columns, limit.scores),
+        DK=HEAD_DIM if whole else 128, DV=limit.value_width,
+    )  # fmt: skip
+
+
 @lru_cache(maxsize=1024)
 def plan(family: Family, call: Call) -> Plan:
     """The launches of a call, the same for every step of these shapes."""
+    if family.row_operands and not call.record:
+        return _plan_by_row(family, call)
+    windows = _page_tiles(call.window, call.window_page)
+    in_place = family.mixed_kernels and not call.record and _is_tile(call.window_page) and windows <= MAX_TILES
+    if in_place and not call.picked and (not call.dense or _is_tile(call.cmp_page)):
+        return _plan_by_page(family, call, windows)
+    return _plan_gathered(family, call, windows if in_place else 0)
+
+
+def _plan_by_row(family: Family, call: Call) -> Plan:
+    """One tile of the window and one of the compressed rows, each row looked up."""
+    limit, window = limits(family), _up(call.window, 16)
+    if call.picked:
+        return Plan((_tiling(family, call, _attend.PICKED, 1, window, 1, _up(call.picked, 16), by_row=True),))
+    if call.dense <= limit.chunk_rows:
+        tiles, rows = (1, _bucket(call.dense, 16)) if call.dense else (0, 16)
+        return Plan((_tiling(family, call, _attend.DENSE, 1, window, tiles, rows, by_row=True),))
+    first = _tiling(family, call, _attend.DENSE, 1, window, 0, 16, by_row=True)
+    rest = _tiling(family, call, _attend.DENSE, 0, window, 1, limit.chunk_rows, by_row=True)
+    return Plan((first, rest), slots=1 + -(-call.dense // limit.chunk_rows), chunk=limit.chunk_rows)
+
+
+def _plan_by_page(family: Family, call: Call, windows: int) -> Plan:
+    """Pages as tiles: all in one softmax, or the window's and then chunks of the compressed ones."""
+    limit, tiles = limits(family), -(-call.dense // call.cmp_page)
+    whole = _tiling(family, call, _attend.DENSE, windows, call.window_page, tiles, call.cmp_page, by_row=False)
+    if windows + tiles <= MAX_TILES and min(64, call.heads) <= whole.HEADS:
+        return Plan((whole,))
+    first = _tiling(family, call, _attend.DENSE, windows, call.window_page, 0, 16, by_row=False)
+    tiles = min(tiles, MAX_TILES, max(1, limit.whole_columns // call.cmp_page))
+    rest = _tiling(family, call, _attend.DENSE, 0, call.window_page, tiles, call.cmp_page, by_row=False)
+    chunk = tiles * call.cmp_page
+    return Plan((first, rest), slots=1 + -(-call.dense // chunk), chunk=chunk)
+
+
+def _plan_gathered(family: Family, call: Call, windows: int) -> Plan:
+    """Rows that are copied first; without the window's where that fits beside them, in `windows` tiles of its own."""
     limit = limits(family)
-    by_row = family.row_operands and not call.record
-    in_place = by_row or (family.mixed_kernels and not call.record and _is_tile(call.window_page))
-    windows, window_rows = 0, call.window_page
-    if by_row:
-        windows, window_rows = 1, _up(call.window, 16)
-    elif in_place:
-        windows = _page_tiles(call.window, call.window_page)
-        in_place = windows <= MAX_TILES
+    own = _bucket(call.dense, BLOCK) if call.dense else _up(call.picked, BLOCK)
 
-    def tiling(source: int, windows: int, tiles: int, rows: int) -> Tiling:
-        heads = _head_block(call.heads, windows * window_rows + tiles * rows, limit.scores)
-        return Tiling(
-            SOURCE=source, BY_ROW=by_row and source != _attend.GATHERED, WINDOWS=windows, WINDOW_PAGE=call.window_page,
-            WINDOW_ROWS=window_rows, TILES=tiles, PAGE=call.cmp_page, ROWS=rows, HEADS=heads, DK=limit.key_width,
-            DV=limit.value_width,
-        )  # fmt: skip
+    def fused(windows: int, columns: int) -> Tiling | None:
+        width = limit.whole_rows if windows * call.window_page + columns <= limit.whole_columns else limit.tile_rows
+        tiles = min(MAX_TILES - windows, -(-columns // width))
+        if not tiles:
+            return None
+        rows = _up(columns, 16 * tiles) // tiles
+        tiling = _tiling(family, call, _attend.GATHERED, windows, call.window_page, tiles, rows, by_row=False)
+        return tiling if family.mixed_kernels and min(64, call.heads) <= tiling.HEADS else None
 
-    if not call.picked and not call.dense and in_place:
-        return Plan((tiling(_attend.DENSE, windows, 0, 16),))
-    if by_row and call.picked:
-        return Plan((tiling(_attend.PICKED, windows, 1, _up(call.picked, 16)),))
-    if in_place and call.dense and (by_row or _is_tile(call.cmp_page)):
-        chunk = min(_bucket(call.dense, 16), limit.chunk_rows) if by_row else call.cmp_page
-        tiles = 1 if by_row else next_power_of_2(-(-call.dense // chunk))
-        whole = tiling(_attend.DENSE, windows, tiles, chunk)
-        if windows + tiles <= MAX_TILES and call.dense <= tiles * chunk:
-            return Plan((whole,))
-        rest = tiling(_attend.DENSE, 0, 1 if by_row else min(tiles, MAX_TILES), chunk)
-        chunk *= rest.TILES
-        return Plan((tiling(_attend.DENSE, windows, 0, 16), rest), slots=1 + -(-call.dense // chunk), chunk=chunk)
+    if windows and own <= limit.chunk_rows and (beside := fused(windows, own)) is not None:
+        return Plan((beside,), gathered=own)
     base = window_columns(call.window)
-    columns = base + (_bucket(call.dense, BLOCK) if call.dense else _up(call.picked, BLOCK))
+    columns = base + own
     chunk = columns if call.picked or columns <= limit.chunk_rows else limit.chunk_rows
     slots = 0 if chunk == columns else -(-columns // chunk)
     columns = slots * chunk or columns
-    tiles = min(MAX_TILES, -(-chunk // limit.gathered_rows))
-    whole = tiling(_attend.GATHERED, 0, tiles, _up(chunk, 16 * tiles) // tiles)
-    if family.mixed_kernels and min(64, call.heads) <= whole.HEADS:
-        return Plan((whole,), None, columns, base, slots, chunk)
+    if (alone := fused(0, chunk)) is not None:
+        return Plan((alone,), None, columns, base, slots, chunk)
     return Plan((), _split(family, call.heads, chunk), columns, base, slots, chunk)
 
 

@@ -148,10 +148,10 @@ class _Tokens:
         """All launches of the plan."""
         if plan.gathered:
             gather_rows(
-                self.window_cache, self.window_table, self.token_req, self.positions, window=self.call.window,
-                columns=plan.gathered, cmp_cache=self.cmp_cache, cmp_table=self.cmp_table, n_vis=self.n_vis,
-                indices=self.indices, dtype=self.q.dtype, rows=scratch.rows, bias=scratch.bias,
-                fill=0 if plan.split is None else plan.split.CHUNK,
+                self.window_cache, self.window_table, self.token_req, self.positions,
+                window=self.call.window if plan.base else 0, columns=plan.gathered, cmp_cache=self.cmp_cache,
+                cmp_table=self.cmp_table, n_vis=self.n_vis, indices=self.indices, dtype=self.q.dtype,
+                rows=scratch.rows, bias=scratch.bias, fill=0 if plan.split is None else plan.split.CHUNK,
             )  # fmt: skip
         if plan.split is not None:
             self.split(plan.split, plan, scratch)
