@@ -29,8 +29,10 @@ from dsv4_triton.device import Family
 
 __all__ = ["Counts", "Estimate", "Facts", "Work", "arguments_of", "count", "estimate"]
 
-_EVALUATION_BUDGET = 2_000_000
-"""Loop iterations that are evaluated before programs are sampled."""
+_EVALUATION_BUDGET = 300_000
+"""Loop iterations that are evaluated before programs are sampled: a few seconds."""
+_PROGRAM_WORK = 10
+"""What a program costs besides its loops, in iterations."""
 _MIN_SAMPLE = 4
 
 
@@ -107,8 +109,7 @@ def count(
     x, y, z = (*grid, 1, 1)[:3]
     grid3 = (x, y, z)
     programs = x * y * z
-    names = list(arguments)
-    rows: dict[str, tuple[list[Key], list[np.ndarray]]] = {}
+    cores: dict[str, Core] = {}
     assumed: dict[str, int] = {}
     plan = _Plan(compiled, arguments, grid3, set(unwritten))
     uniform = not any(compiled.depends(core, "hivm.hir.get_block_idx") for core in compiled.kernel.entries)
@@ -117,14 +118,10 @@ def count(
         subs = (0, 1) if core == "aiv" and compiled.kernel.mix else (0,)
         for sub in subs:
             label = f"{core}{sub}" if len(subs) == 2 else core
-            rows[label] = plan.run(core, blocks, sub)
+            cores[label] = plan.run(core, blocks, sub)
     for machine in plan.machines.values():
         for what, number in machine.assumed.items():
             assumed[what] = assumed.get(what, 0) + number
-    cores = {
-        label: Core(tuple(_named(key, names) for key in keys), np.array(table, dtype=np.int64))
-        for label, (keys, table) in rows.items()
-    }
     unsupported = sorted({name for core in cores.values() for kind, name in core.keys if kind == "unsupported"})
     return Facts(
         programs=programs, blocks=tuple(blocks), cores=cores,
@@ -150,6 +147,7 @@ class _Plan:
         self, compiled: _Compiled, arguments: Mapping[str, Any], grid: tuple[int, int, int], unwritten: set[str]
     ):
         self.compiled = compiled
+        self.names = list(arguments)
         self.machines: dict[str, Machine] = {}
         for core, entry in compiled.kernel.entries.items():
             hidden = hidden_arguments(entry)
@@ -167,34 +165,18 @@ class _Plan:
 
     def choose(self, programs: int) -> list[int]:
         """The programs to evaluate: all, or an even sample where that would take too long."""
-        ticks = 1
+        ticks = _PROGRAM_WORK
         for core, entry in self.compiled.kernel.entries.items():
-            ticks += self.machines[core].run(entry.name, 0, 0) + len(self.compiled.programs[core].cells)
+            ticks += self.machines[core].run(entry.name, 0, 0)[1]
         number = max(_MIN_SAMPLE, _EVALUATION_BUDGET // ticks)
         if programs <= number:
             return list(range(programs))
         return sorted({i * (programs - 1) // (number - 1) for i in range(number)})
 
-    def run(self, core: str, blocks: list[int], sub_block: int) -> tuple[list[Key], list[np.ndarray]]:
-        """Keys, and counts of each program over them."""
-        program, scope = self.compiled.programs[core], self.compiled.scopes[core]
+    def run(self, core: str, blocks: list[int], sub_block: int) -> Core:
+        """Counts of programs on one kind of core."""
         machine, entry = self.machines[core], self.compiled.kernel.entries[core].name
-        keys = list(dict.fromkeys([*(key for cell in program.cells for key in cell), *program.dynamic]))
-        place = {key: i for i, key in enumerate(keys)}
-        weights = np.zeros((len(program.cells), len(keys)), np.int64)
-        for i, cell in enumerate(program.cells):
-            for key, number in cell.items():
-                weights[i, place[key]] += number
-        moving = [place[key] for key in program.dynamic]
-        result = []
-        for block in blocks:
-            for cells in (scope["C"], scope["D"], scope["K"]):
-                cells[:] = [0] * len(cells)
-            machine.run(entry, block, sub_block)
-            for name, number in program.deferred.items():
-                if scope["K"][number]:
-                    scope[identifier(name)](scope["K"][number])
-            row = np.array(scope["C"], np.int64) @ weights
-            np.add.at(row, moving, np.array(scope["D"], np.int64))
-            result.append(row)
-        return keys, result
+        rows = [machine.run(entry, block, sub_block)[0] for block in blocks]
+        keys = tuple(dict.fromkeys(key for row in rows for key in row))
+        table = np.array([[row[key] for key in keys] for row in rows], dtype=np.int64).reshape(len(rows), len(keys))
+        return Core(tuple(_named(key, self.names) for key in keys), table)

@@ -7,9 +7,12 @@ multiplied multiplicity.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+from dsv4_triton.compiler.cost_facts import Counts
 from dsv4_triton.compiler.cost_ir import Function, Memref
 from dsv4_triton.compiler.cost_ops import FUNCTIONS, Key
 from dsv4_triton.compiler.cost_rules import Facet, Rule, root_of
@@ -18,11 +21,11 @@ from dsv4_triton.compiler.mlir import Block, Op
 
 
 class Program:
-    """The generated functions of one kernel: cells C with the counts they stand for, dynamic keys D, executed calls."""
+    """The generated functions of one kernel: cells C with the counts they stand for, tallies, and executed calls."""
 
     def __init__(self) -> None:
         self.cells: list[dict[Key, int]] = []
-        self.dynamic: dict[Key, int] = {}
+        self.tallies: list[Tally] = []
         self.calls: list[Call] = []
         self.deferred: dict[str, int] = {}
         """Vector functions without arguments that matter: cells of K, expanded once at the end."""
@@ -32,8 +35,28 @@ class Program:
         self.cells.append({})
         return len(self.cells) - 1
 
-    def slot(self, key: Key) -> int:
-        return self.dynamic.setdefault(key, len(self.dynamic))
+    def expand(self, cells: list[int], tallies: list[dict[Any, int]], known: Callable[[Any], Any]) -> Counts:
+        """The counts that cells and tallies stand for; `known` replaces unknown numbers."""
+        counts = Counts()
+        for cell, executions in zip(self.cells, cells):
+            for key, number in cell.items() if executions else ():
+                counts[key] += number * executions
+        for tally, met in zip(self.tallies, tallies):
+            function = FUNCTIONS[tally.function]
+            for arguments, executions in met.items():
+                results = function(*known(arguments))
+                for position, key in tally.keys:
+                    if results[position]:
+                        counts[key] += results[position] * executions
+        return counts
+
+
+@dataclass
+class Tally:
+    """How often a counting function meets which arguments, and the counts that its results go to."""
+
+    function: str
+    keys: list[tuple[int, Key]]
 
 
 class Call:
@@ -167,23 +190,24 @@ class Emitter:
         indent = " " * depth
         cell = self.program.cell()
         counts = self.program.cells[cell]
+        same: dict[str, Tally] = {}
         self.lines.append(f"{indent}C[{cell}] += {multiplier}")
         for op in block.ops:
             if op.name == "scf.for":
-                self._for(op, depth, multiplier, counts)
+                self._for(op, depth, multiplier)
             elif op.name == "scf.if":
                 self._if(op, depth, multiplier, in_loop)
             elif op.name == "scf.while":
                 self._while(op, depth, multiplier)
             else:
                 self._values(op, indent)
-                self._count(op, indent, multiplier, counts)
+                self._count(op, indent, multiplier, counts, same)
                 if op.name == "func.call":
                     self._call(op, indent, multiplier)
                 if id(op) in self.part.executed:
                     self._execute(op, indent)
 
-    def _count(self, op: Op, indent: str, multiplier: str, counts: dict[Key, int]) -> None:
+    def _count(self, op: Op, indent: str, multiplier: str, counts: dict[Key, int], same: dict[str, Tally]) -> None:
         count = self.part.counts[id(op)]
         for key, number in count.fixed.items():
             counts[key] = counts.get(key, 0) + number
@@ -192,15 +216,15 @@ class Emitter:
             for argument in varying.arguments:
                 if isinstance(argument, tuple):
                     entries = [str(e) if isinstance(e, int) else self._expr(e) for e in argument]
-                    scalar = varying.function == "product"
-                    arguments.append(entries[0] if scalar else f"({', '.join(entries)},)" if entries else "()")
+                    arguments.append(f"({', '.join(entries)},)" if entries else "()")
                 else:
                     arguments.append(str(argument))
-            mode = "plain" if all(self._sure(facet) for facet in varying.facets) else "sure"
-            self.lines.append(f"{indent}r = {mode}_{varying.function}({', '.join(arguments)})")
-            for i, keys in enumerate(varying.keys):
-                for key in keys:
-                    self.lines.append(f"{indent}D[{self.program.slot(key)}] += {multiplier} * r[{i}]")
+            text = f"{varying.function} {arguments}"
+            if text not in same:
+                same[text] = Tally(varying.function, [])
+                self.lines.append(f"{indent}T{len(self.program.tallies)}[{', '.join(arguments)}] += {multiplier}")
+                self.program.tallies.append(same[text])
+            same[text].keys += [(i, key) for i, keys in enumerate(varying.keys) for key in keys]
 
     def _call(self, op: Op, indent: str, multiplier: str) -> None:
         callee = (op.props.get("callee") or "")[1:]
@@ -274,7 +298,7 @@ class Emitter:
         if names:
             self.lines.append(f"{indent}{', '.join(names)} = {', '.join(values)}")
 
-    def _for(self, op: Op, depth: int, multiplier: str, counts: dict[Key, int]) -> None:
+    def _for(self, op: Op, depth: int, multiplier: str) -> None:
         indent = " " * depth
         bounds = [self._expr((value, "v")) for value in op.operands[:3]]
         sure = all(self._sure((value, "v")) for value in op.operands[:3])
@@ -297,7 +321,7 @@ class Emitter:
         indent = " " * depth
         condition = self._expr((op.operands[0], "v"))
         if not self._sure((op.operands[0], "v")):
-            condition = f"sure_branch({condition})"
+            condition = f"({condition} if {condition} is not UNKNOWN else taken())"
         results = [f for value in op.results for f in self._wanted(value) if self.rules.rule(f).merge == "branch"]
         for facet in results:
             self._name(facet)
@@ -334,8 +358,8 @@ def identifier(name: str) -> str:
 def namespace(program: Program) -> dict[str, Any]:
     """Compiled functions of a program; the caller adds what they call (`cost_exec.Machine.bind`)."""
     scope: dict[str, Any] = {
-        "C": [0] * len(program.cells), "D": [0] * len(program.dynamic), "K": [0] * len(program.deferred),
-        **{f"plain_{name}": function for name, function in FUNCTIONS.items()},
+        "C": [0] * len(program.cells), "K": [0] * len(program.deferred),
+        **{f"T{i}": defaultdict(int) for i in range(len(program.tallies))},
     }  # fmt: skip
     exec(compile("\n".join(program.sources), "<counts>", "exec"), scope)
     return scope

@@ -65,6 +65,11 @@ class Estimate:
     minimum_seconds: float | None = None
     ratio: float | None = None
 
+    @property
+    def rank(self) -> tuple[float, float]:
+        """What to order formulations of one job by: the time, then the time of all resources together."""
+        return self.seconds, sum(self.resources.values())
+
 
 def minimum_seconds(work: Work, family: Family) -> float:
     """The time of a job that only the memory or only the cubes limit."""

@@ -5,15 +5,15 @@ A condition or loop bound that is unknown (`cost_scalar`) is decided, true or on
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from dsv4_triton.compiler.cost_emit import Program, identifier
+from dsv4_triton.compiler.cost_facts import Counts
 from dsv4_triton.compiler.cost_ir import CostError, Memref, bits_of
-from dsv4_triton.compiler.cost_ops import FUNCTIONS, runs
+from dsv4_triton.compiler.cost_ops import runs
 from dsv4_triton.compiler.cost_scalar import SCALARS, UNKNOWN
 from dsv4_triton.compiler.cost_vector import Lanes, run_operation
 from dsv4_triton.compiler.cost_vf import run_vector_function
@@ -46,18 +46,28 @@ class Machine:
         self.scope = scope
         scope.update(
             SCALARS,
-            stack=self.stack, sure_range=self._range, sure_branch=self._branch, sure_turn=self._turn,
+            stack=self.stack, sure_range=self._range, taken=self._taken, sure_turn=self._turn,
             from_argument=self.from_argument, from_buffer=self.from_buffer, to_buffer=self.to_buffer,
-            execute=self._execute, **{f"sure_{name}": self._checked(name) for name in FUNCTIONS},
+            execute=self._execute,
         )  # fmt: skip
 
-    def run(self, entry: str, block: int, sub_block: int) -> int:
-        """Run an entry for a program; counts are added to C, D and K. Returns its work in loop iterations."""
+    def run(self, entry: str, block: int, sub_block: int) -> tuple[Counts, int]:
+        """Counts of an entry for one program, and the work that it took, in loop iterations."""
+        scope = self.scope
+        scope["C"][:] = [0] * len(scope["C"])
+        scope["K"][:] = [0] * len(scope["K"])
+        tallies = [scope[f"T{i}"] for i in range(len(self.program.tallies))]
+        for tally in tallies:
+            tally.clear()
         self.stack.clear()
-        self.unknown[:] = True
+        if self.program.calls:
+            self.unknown[:] = True
         self.work = 0
-        ticks: int = self.scope[identifier(entry)](self.arguments, block, sub_block)
-        return ticks + self.work
+        ticks: int = scope[identifier(entry)](self.arguments, block, sub_block)
+        for name, cell in self.program.deferred.items():
+            if scope["K"][cell]:
+                scope[identifier(name)](scope["K"][cell])
+        return self.program.expand(scope["C"], tallies, self._known), ticks + self.work
 
     # Decisions
 
@@ -72,11 +82,9 @@ class Machine:
             raise CostError(f"a loop runs from {lower} to {upper}: was its bound read from a tensor nobody wrote?")
         return trips
 
-    def _branch(self, condition: Any) -> Any:
-        if condition is UNKNOWN:
-            self._note("condition unknown: taken")
-            return True
-        return condition
+    def _taken(self) -> bool:
+        self._note("condition unknown: taken")
+        return True
 
     def _turn(self, condition: Any, done: int) -> Any:
         if condition is UNKNOWN:
@@ -86,20 +94,15 @@ class Machine:
             raise CostError("a while loop does not end")
         return condition
 
-    def _checked(self, name: str) -> Any:
-        function: Callable[..., tuple[int, ...]] = FUNCTIONS[name]
-
-        def checked(*arguments: Any) -> tuple[int, ...]:
-            known = []
-            for argument in arguments:
-                entries = argument if isinstance(argument, tuple) else (argument,)
-                if any(entry is UNKNOWN for entry in entries):
-                    self._note("extent unknown: one")
-                    entries = tuple(1 if entry is UNKNOWN else entry for entry in entries)
-                known.append(entries if isinstance(argument, tuple) else entries[0])
-            return function(*known)
-
-        return checked
+    def _known(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments of a counting function, with one in place of what is unknown."""
+        known = []
+        for argument in arguments:
+            if isinstance(argument, tuple) and any(entry is UNKNOWN for entry in argument):
+                self._note("extent unknown: one")
+                argument = tuple(1 if entry is UNKNOWN else entry for entry in argument)
+            known.append(argument)
+        return tuple(known)
 
     # Memory
 

@@ -134,8 +134,9 @@ def steps(sizes: tuple[int, ...], strides: tuple[int, ...], bits: int) -> tuple[
     return total, total // run * -(-run * bits // (8 * VECTOR_BYTES))
 
 
-def product(m: int, k: int, n: int, bits: int) -> tuple[int, int, int, int]:
+def product(sizes: tuple[int, int, int], bits: int) -> tuple[int, int, int, int]:
     """Multiply-accumulates of [m, k] x [k, n], the same over whole fractals, and operand bytes of left and right."""
+    m, k, n = sizes
     if m <= 0 or k <= 0 or n <= 0:
         return 0, 0, 0, 0
     depth = _FRACTAL_K_BYTES * 8 // bits
@@ -264,12 +265,9 @@ class Counter:
         memref = self.function.memref(operands[0])
         assert memref is not None
         dtype = memref.element
-        sizes = tuple((self._entry((value, "v")),) for value in operands[3:6])
+        sizes = tuple(self._entry((value, "v")) for value in operands[3:6])
         keys = ((("mac", dtype),), (("mac_padded", dtype),), (("l0a", "bytes"),), (("l0b", "bytes"),))
-        count = Count({("mmad", dtype): 1})
-        if all(isinstance(size[0], int) for size in sizes):
-            return self._add(count, "product", (*(size[0] for size in sizes), bits_of(dtype)), keys)
-        return self._add(count, "product", (*sizes, bits_of(dtype)), keys)
+        return self._add(Count({("mmad", dtype): 1}), "product", (sizes, bits_of(dtype)), keys)
 
     def _vector(self, op: Op, name: str) -> Count:
         if name in _PLAIN_OUTPUT or not op.ints("operandSegmentSizes"):

@@ -34,11 +34,17 @@ UNKNOWN = _Unknown()
 
 
 def _larger(*values: Any) -> Any:
-    return UNKNOWN if any(v is UNKNOWN for v in values) else max(values)
+    try:
+        return max(values)
+    except CostError:
+        return UNKNOWN
 
 
 def _smaller(*values: Any) -> Any:
-    return UNKNOWN if any(v is UNKNOWN for v in values) else min(values)
+    try:
+        return min(values)
+    except CostError:
+        return UNKNOWN
 
 
 def _quotient(a: Any, b: Any) -> Any:
