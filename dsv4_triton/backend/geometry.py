@@ -116,7 +116,8 @@ def layout(choices: Choices, ratios: Sequence[int], row_format: RowFormat, dtype
     if choices.index_format != "plain":
         key_width, key_dtype = INDEX_DIM + INDEX_STORAGE[choices.index_format][1].itemsize, torch.uint8
     if choices.geometry == "fine":
-        window_rows, state_rows = FINE_WINDOW_ROWS, FINE_STATE_ROWS
+        # A model without compressed layers has one group of caches, and vLLM wants --block-size for its block.
+        window_rows, state_rows = FINE_WINDOW_ROWS if any(ratios) else FINE_TOKENS, FINE_STATE_ROWS
         rows = {ratio: FINE_TOKENS // ratio for ratio in (4, 128)}
     else:
         window_rows = choices.block_size

@@ -78,8 +78,7 @@ def test_groups_and_hit_steps(ratios: tuple[int, ...], options: dict[str, Any], 
     assert sorted(name for group in groups for name in group.layer_names) == sorted(specs)
     hit, _ = resolve_kv_cache_block_sizes(SimpleNamespace(kv_cache_groups=groups), config)
     assert hit == hits["c128" if 128 in ratios else "c4" if 4 in ratios else "window"]
-    if ratios != (0, 0):
-        assert layout.hit_tokens == hit
+    assert layout.hit_tokens == hit
 
 
 @pytest.mark.parametrize(("index_format", "key", "scale"), [
