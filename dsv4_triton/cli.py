@@ -192,6 +192,8 @@ def compile_kernels(
     try:
         chosen = offline.family_named(family)
         cases = offline.choose(kernel or (), model or (), case or ())
+        if json is not None:
+            json.touch()  # a file that cannot be written is known before minutes of work
         with Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
             task = bar.add_task("")
             compiled = offline.compile_cases(
