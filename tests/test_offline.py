@@ -20,6 +20,11 @@ runner = CliRunner(env={"COLUMNS": "250"})
 SMALL = ["compile", "--family", "a2", "--kernel", "muls_add", "--model", "demo"]
 
 
+@pytest.fixture(autouse=True)
+def _without_cann(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ascend_tools.shutil, "which", lambda name: None)
+
+
 def run(*arguments: str):
     return runner.invoke(app, list(arguments))
 

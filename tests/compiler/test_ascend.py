@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -243,6 +244,7 @@ for family in (A2, A5):
 def test_needs_neither_cann_nor_torch_npu_nor_a_device(monkeypatch):
     for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "LD_LIBRARY_PATH"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", os.defpath)
     run = subprocess.run([sys.executable, "-c", WITHOUT_DEVICE], capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stderr
 
