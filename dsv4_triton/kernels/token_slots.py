@@ -3,7 +3,7 @@
 Formula: row `j = p // ratio` of a token at position p that closes a window of `ratio` tokens, `(p + 1) % ratio == 0`
 (every token when ratio is 1); `slot = block_table[request, j // R] * R + j % R` with R rows per block. -1 for every
 other token, for padding and for the null block 0. Integers only.
-Grid: persistent over blocks of tokens. UB: about 90 bytes per token of a block. Rows and ratio are powers of two in
+Grid: persistent over blocks of tokens. UB: about 430 bytes per token of a block. Rows and ratio are powers of two in
 every cache geometry: shifts then stand for the divisions, which A5's device library lacks for vectors of integers.
 Source: slot mapping of vLLM's paged caches; compressed caches are written at closing tokens only.
 """
@@ -19,6 +19,8 @@ from dsv4_triton.kernels._tiling import next_power_of_2
 OP = "token_slots"
 MIN_BLOCK = 16
 MAX_BLOCK = 128
+WIDE = tl.constexpr(8)
+"""Entries of a block table that are read at once: 32 bytes."""
 
 
 @triton.jit
@@ -45,6 +47,7 @@ def _token_slots_kernel(
     RATIO_SHIFT: tl.constexpr,
     BT: tl.constexpr,
 ):
+    lane = tl.arange(0, WIDE)
     for start in range(tl.program_id(0) * BT, T, tl.num_programs(0) * BT):
         token = start + tl.arange(0, BT)
         inside = token < T
@@ -55,9 +58,13 @@ def _token_slots_kernel(
         live = (position >= 0) & (request >= 0) & (column < columns)
         if RATIO > 1:
             live = live & (position - row * RATIO == RATIO - 1)
-        # Dead lanes read entry 0: a masked load may still touch its address on some toolchains.
-        index = tl.where(live, request, 0).to(tl.int64) * table_stride + tl.where(live, column, 0)
-        block = tl.load(table_ptr + index)
+        # A run of WIDE entries, of which one is kept: single entries would be read one by one. Dead lanes read run 0.
+        run = tl.where(live, column, 0) & -WIDE
+        entry = run[:, None] + lane[None, :]
+        index = tl.where(live, request, 0).to(tl.int64)[:, None] * table_stride + entry
+        entries = tl.load(table_ptr + index, mask=entry < columns, other=0)
+        wanted = (column - run).to(tl.float32)[:, None] == lane.to(tl.float32)[None, :]
+        block = tl.sum(tl.where(wanted, entries, 0), axis=1)
         slot = tl.where(live & (block > 0), (block - column) * ROWS + row, -1)
         tl.store(out_ptr + token, slot, mask=inside)
 
