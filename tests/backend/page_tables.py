@@ -72,6 +72,16 @@ def e4m3(codes: Bytes) -> Bytes:
     return np.where(codes & 128, -value, value).astype(np.float32)
 
 
+def round_to_e4m3(values: Bytes) -> Bytes:
+    """The nearest e4m3 values, ties to the even code."""
+    grid = e4m3(np.arange(127, dtype=np.uint8))
+    above = np.searchsorted(grid, np.abs(values)).clip(0, 126)
+    below = (above - 1).clip(0)
+    up, down = grid[above] - np.abs(values), np.abs(values) - grid[below]
+    code = np.where((up < down) | ((up == down) & (above % 2 == 0)), above, below)
+    return np.copysign(grid[code], values)
+
+
 @dataclass(frozen=True)
 class Page:
     """One page of a kind; every read marks its bytes in `read`, so that the rest can be checked too."""

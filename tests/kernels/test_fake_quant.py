@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import pytest
 import torch
 import triton
 import triton.language as tl
 
 from dsv4_triton.kernels._fake_quant import fp8_sim64, round_to_e4m3
-from dsv4_triton.kernels.compressor_fold import compressor_fold
-from dsv4_triton.kernels.kv_norm_rope_insert import kv_norm_rope_insert
 from dsv4_triton.reference import fake_quant
-from dsv4_triton.reference.compressor_fold import compressor_fold as reference_fold
-from dsv4_triton.reference.kv_norm_rope_insert import kv_norm_rope_insert as reference_insert
 from tests.kernels import rotary
 from tests.kernels.paging import clone, ints, pages, whole
 from tests.numeric import assert_equal, poisoned
@@ -124,43 +123,59 @@ def amounts(dtype: torch.dtype) -> torch.Tensor:
     return around.T.flatten().view(-1, 7)
 
 
+def insert(side: str, op: str, signs: torch.Tensor, weight: torch.Tensor, cache: torch.Tensor) -> None:
+    """Three rows `signs` [3, 512] times `weight` into `cache`: window rows, or entries of windows of equal rows.
+
+    `side` is "kernels" or "reference".
+    """
+    run = getattr(importlib.import_module(f"dsv4_triton.{side}.{op}"), op)
+    positions, slots, requests = ints(3, 7, 11), ints(4, 9, 6), ints(0, 0, 0)
+    cos_sin = rotary.table(torch.arange(12))
+    quantised: dict[str, Any] = {"eps": 0.0, "fake_quant": True}
+    if op == "kv_norm_rope_insert":
+        run(signs, weight, positions, cos_sin, cache, slots, **quantised)
+    elif op == "latent_norm_insert":
+        run(signs, weight, signs, weight, positions, cos_sin, cache, slots, **quantised)
+    else:
+        halves = torch.zeros(2, 16, 2, 2, 512)
+        halves[1, :12, 0, 1] = signs.float().repeat_interleave(4, 0)  # own halves of the rows
+        halves[1, :8, 0, 0] = signs[1:].float().repeat_interleave(4, 0)  # first halves, which the entry after folds
+        state, table = halves.flatten(2), ints(1)[None]
+        if op == "compressor_fold":
+            run(state, table, requests, positions, slots, weight, cos_sin, ratio=4, cache=cache, **quantised)
+        else:
+            key_state, hadamard = torch.ones(2, 16, 512), torch.ones(128, 128, dtype=signs.dtype)
+            keys = torch.zeros(3, 4, 128, dtype=signs.dtype)
+            run(
+                state, table, slots, weight, cache, key_state, table, slots, weight[:128], hadamard, keys, None,
+                requests, positions, cos_sin, **quantised,
+            )  # fmt: skip
+
+
 @pytest.mark.parametrize("storage", ["plain", "record"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kernel", ["kv_norm_rope_insert", "compressor_fold"])
-def test_inserted_rows_are_bit_exact_next_to_powers_of_two(kernel: str, dtype: torch.dtype, storage: str) -> None:
-    """Rows whose norm is a power of two are +-1 times the weight, so that the weight makes the amounts.
-
-    An entry is folded from eight or 128 equal rows; the largest value of a group stands at a random place.
-    """
+@pytest.mark.parametrize("op", ["kv_norm_rope_insert", "latent_norm_insert", "compressor_fold", "compressor_fold_keys"])
+def test_inserted_rows_are_bit_exact_next_to_powers_of_two(op: str, dtype: torch.dtype, storage: str) -> None:
+    """Rows whose norm is a power of two are +-1 times the weight, so that the weight makes the amounts; the largest
+    value of a group stands at a random place."""
     width, page_dtype = (512, dtype) if storage == "plain" else (640, torch.uint8)
     for largest in amounts(dtype):
         weight = torch.rand(8, 64).to(dtype) * torch.cat((largest, largest[:1])).unsqueeze(1)
         weight[torch.arange(7), torch.randint(64, (7,))] = largest
-        weight = weight.flatten()
-        signs = torch.where(torch.rand(3, 512) < 0.5, -1.0, 1.0)
+        signs = torch.where(torch.rand(3, 512) < 0.5, -1.0, 1.0).to(dtype)
         cache = pages(3, 4, width, page_dtype)
         expected = clone(cache)
-        positions, slots = ints(3, 7, 11), ints(4, 9, 6)
-        cos_sin = rotary.table(torch.arange(12))
-        for op, result in ((kernel, cache), ("reference", expected)):
-            if kernel == "kv_norm_rope_insert":
-                insert = reference_insert if op == "reference" else kv_norm_rope_insert
-                insert(signs.to(dtype), weight, positions, cos_sin, result, slots, eps=0.0, fake_quant=True)
-            else:
-                fold = reference_fold if op == "reference" else compressor_fold
-                state = torch.zeros(2, 128, 2, 2, 512)
-                state[1, :12, 0, 1] = signs.repeat_interleave(4, 0)  # own halves of the rows
-                state[1, :8, 0, 0] = signs[1:].repeat_interleave(4, 0)  # first halves, folded by the entry after
-                fold(
-                    state.flatten(2), ints(1)[None], ints(0, 0, 0), positions, slots, weight, cos_sin,
-                    ratio=4, eps=0.0, cache=result, fake_quant=True,
-                )  # fmt: skip
-        got, wanted = (whole(memory).clone() for memory in (cache, expected))
+        insert("kernels", op, signs, weight.flatten(), cache)
+        insert("reference", op, signs, weight.flatten(), expected)
         if storage == "plain":
-            assert_equal(got + 0.0, wanted + 0.0)  # + 0.0: the sign of zero is not kept
-            continue
-        rows = (cache.clone(), expected.clone())
-        for row in rows:
-            codes = row[..., 128:576]
-            codes[codes == 0x80] = 0
-        assert_equal(*rows)
+            assert_equal(whole(cache) + 0.0, whole(expected) + 0.0)  # + 0.0: the sign of zero is not kept
+        else:
+            assert_equal(without_signed_zeros(cache), without_signed_zeros(expected))
+
+
+def without_signed_zeros(records: torch.Tensor) -> torch.Tensor:
+    """Records with the e4m3 code of -0 as that of +0."""
+    records = records.clone()
+    codes = records[..., 128:576]
+    codes[codes == 0x80] = 0
+    return records
