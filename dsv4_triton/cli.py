@@ -7,13 +7,17 @@ import pkgutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated, Literal, Optional, cast
+from typing import TYPE_CHECKING, Annotated, Literal, Optional, cast
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from dsv4_triton import __version__
+
+if TYPE_CHECKING:
+    from dsv4_triton.demo.checkpoint import DemoSettings
+    from dsv4_triton.demo.serve import Interrupts
 
 app = typer.Typer(
     name="dsv4-triton",
@@ -111,11 +115,12 @@ def demo(
     The files, field names and tensor names are the official ones; vLLM and transformers load it as it is. The weights
     are random, so the model answers with words but without sense.
     """
-    from dsv4_triton.demo.checkpoint import DemoError, DemoSettings, default_ratios, write_checkpoint
+    from dsv4_triton.demo.checkpoint import DemoError, DemoSettings, default_ratios
+    from dsv4_triton.demo.serve import Interrupts
 
     if (smoke or port) and not serve:
         raise typer.BadParameter("needs --serve", param_hint="--smoke" if smoke else "--port")
-    console = Console()
+    console, interrupts = Console(), Interrupts()
     kinds = _numbers(ratios) if ratios else default_ratios(layers)
     try:
         settings = DemoSettings(
@@ -130,22 +135,44 @@ def demo(
             dtype=cast(Literal["bfloat16", "float32"], dtype),  # DemoSettings checks it
             seed=seed,
         )
-        with console.status(f"writing {len(kinds)} layers to {directory}"):
-            written = write_checkpoint(directory, settings)
-    except (DemoError, OSError) as error:
+        with interrupts.watched():
+            status = _write_and_serve(directory, settings, serve, port, smoke, console, interrupts)
+    except (Exception, KeyboardInterrupt) as error:
+        if interrupts.pending:
+            console.print("interrupted")
+            raise typer.Exit(130) from None
+        if not isinstance(error, (DemoError, OSError)):
+            raise
         console.print(f"[bold red]error:[/bold red] {error}", highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
-    size = sum(file.stat().st_size for file in directory.iterdir()) / 2**20
-    done = "wrote" if written else "already there with these settings:"
-    what = f"{size:.0f} MiB, {dtype}, compress ratios {list(kinds)}"
-    console.print(f"{done} {directory} ({what})", highlight=False, soft_wrap=True)
-    if not serve:
-        flag = " --dtype float32" if dtype == "float32" else ""
-        console.print(f"serve it with: vllm serve {directory}{flag}", highlight=False, soft_wrap=True)
-        return
+        status = 2
+    raise typer.Exit(status)
+
+
+def _write_and_serve(
+    directory: Path,
+    settings: DemoSettings,
+    serve: bool,
+    port: int,
+    smoke: bool,
+    console: Console,
+    interrupts: Interrupts,
+) -> int:
+    """Write the checkpoint, say so, and serve it if asked to; the exit status."""
+    from dsv4_triton.demo.checkpoint import write_checkpoint
     from dsv4_triton.demo.serve import run_demo
 
-    raise typer.Exit(run_demo(directory, dtype=dtype, port=port, smoke=smoke, console=console))
+    with console.status(f"writing {len(settings.ratios)} layers to {directory}"):
+        written = write_checkpoint(directory, settings)
+    interrupts.check()
+    size = sum(file.stat().st_size for file in directory.iterdir()) / 2**20
+    done = "wrote" if written else "already there with these settings:"
+    what = f"{size:.0f} MiB, {settings.dtype}, compress ratios {list(settings.ratios)}"
+    console.print(f"{done} {directory} ({what})", highlight=False, soft_wrap=True)
+    if serve:
+        return run_demo(directory, dtype=settings.dtype, port=port, smoke=smoke, console=console, interrupts=interrupts)
+    flag = " --dtype float32" if settings.dtype == "float32" else ""
+    console.print(f"serve it with: vllm serve {directory}{flag}", highlight=False, soft_wrap=True)
+    return 0
 
 
 @app.command("compile")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ from dsv4_triton.demo import tokenizer as demo_tokenizer
 from dsv4_triton.demo.checkpoint import MARKER, DemoError, DemoSettings, default_ratios, write_checkpoint
 
 SMALL: dict[str, Any] = {"ratios": (0, 4, 128), "hash_layers": 1, "experts": 6, "hidden": 64, "intermediate": 32}
+TINY = DemoSettings(ratios=(0,), hash_layers=0, mtp_layers=0, experts=6, hidden=64, intermediate=32)
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -128,24 +130,23 @@ def test_seed_and_dtype(small: Path, tmp_path: Path) -> None:
 
 def test_rewrites_only_what_it_wrote(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "demo"
-    tiny = DemoSettings(ratios=(0,), hash_layers=0, mtp_layers=0, experts=6, hidden=64, intermediate=32)
-    assert write_checkpoint(folder, tiny)
-    assert not write_checkpoint(folder, tiny), "same settings: left as it is"
+    assert write_checkpoint(folder, TINY)
+    assert not write_checkpoint(folder, TINY), "same settings: left as it is"
     (folder / MARKER).write_text("not json")
-    assert write_checkpoint(folder, tiny)
+    assert write_checkpoint(folder, TINY)
     assert list(folder.parent.iterdir()) == [folder], "no temporary folder stays"
 
     foreign = tmp_path / "foreign"
     foreign.mkdir()
-    assert write_checkpoint(foreign, tiny), "an empty folder is taken"
+    assert write_checkpoint(foreign, TINY), "an empty folder is taken"
     (foreign / MARKER).unlink()
     with pytest.raises(DemoError, match="is not empty and no demo checkpoint"):
-        write_checkpoint(foreign, tiny)
+        write_checkpoint(foreign, TINY)
     assert (foreign / "config.json").is_file()
     file = tmp_path / "file"
     file.write_text("keep")
     with pytest.raises(DemoError, match="is a file"):
-        write_checkpoint(file, tiny)
+        write_checkpoint(file, TINY)
     assert file.read_text() == "keep"
 
 
@@ -244,20 +245,107 @@ def test_server_that_ends_is_reported(tmp_path: Path) -> None:
     server.stop()
 
 
-def test_demo_command_ends_on_interrupt(small: Path) -> None:
-    """Ctrl-C while the server starts: exit status 0 and no process left."""
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_demo_command_ends_with_its_server(small: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """A signal while the server starts: exit status 0, and neither a process nor a log folder stays."""
+    pid = tmp_path / "pid"
+    stand_in = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     code = (
         "import sys; from pathlib import Path; from rich.console import Console; from dsv4_triton.demo import serve\n"
-        "serve.server_command = lambda *a, **k: [sys.executable, '-c', 'import time; time.sleep(600)']\n"
+        f"serve.server_command = lambda *a, **k: [sys.executable, '-c', {stand_in!r}]\n"
         f"sys.exit(serve.run_demo(Path({str(small)!r}), dtype='bfloat16', port=0, smoke=False, console=Console()))"
     )
-    run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert run.stdout is not None
-    lines = [run.stdout.readline() for _ in range(2)]
-    assert "starting the server" in lines[0]
-    run.send_signal(signal.SIGINT)
-    rest = run.communicate(timeout=60)[0]
-    assert run.returncode == 0 and "server stopped" in rest
+    run = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}
+    )
+    while not (pid.exists() and pid.read_text()):
+        assert run.poll() is None
+    run.send_signal(number)
+    output = run.communicate(timeout=60)[0]
+    assert run.returncode == 0 and "starting the server" in output and "server stopped" in output
+    assert not alive(int(pid.read_text()))
+    assert list(tmp_path.iterdir()) == [pid]
+
+
+WRITING = """
+import sys, time
+from dsv4_triton import cli
+from dsv4_triton.demo import checkpoint
+
+def write_files(directory, settings):
+    (directory / "half").write_text("a file")
+    print("writing", flush=True)
+    time.sleep(600)
+
+checkpoint._write_files = write_files
+cli.app(["demo", sys.argv[1], "--layers", "1", "--hash-layers", "0"])
+"""
+
+
+def writing(directory: Path) -> subprocess.Popen[str]:
+    """A demo command that is writing its checkpoint."""
+    run = subprocess.Popen([sys.executable, "-c", WRITING, str(directory)], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None and any("writing" in line for line in run.stdout)
+    return run
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_while_writing_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    run = writing(tmp_path / "demo")
+    run.send_signal(number)
+    output = run.communicate(timeout=60)[0]
+    assert run.returncode == 130 and "interrupted" in output
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_run_after_a_killed_one_cleans_up(tmp_path: Path) -> None:
+    directory = tmp_path / "demo"
+    run = writing(directory)
+    with pytest.raises(DemoError, match="another process is writing there"):
+        write_checkpoint(directory, TINY)
+    run.kill()
+    run.communicate(timeout=60)
+    assert [path.name for path in tmp_path.iterdir()] == [".demo.unfinished"]
+    assert write_checkpoint(directory, TINY)
+    assert list(tmp_path.iterdir()) == [directory] and not (directory / "half").exists()
+
+
+def test_an_interrupt_while_replacing_keeps_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / "demo"
+    write_checkpoint(directory, TINY)
+    before = (directory / MARKER).read_text()
+    rename = Path.rename
+
+    def interrupted(path: Path, target: Path) -> Path:
+        if path.name == "new":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_checkpoint(directory, dataclasses.replace(TINY, seed=1))
+    assert list(tmp_path.iterdir()) == [directory] and (directory / MARKER).read_text() == before
+
+
+def test_a_checkpoint_that_was_being_replaced_comes_back(tmp_path: Path) -> None:
+    """A run that was killed between the two renames."""
+    directory, unfinished = tmp_path / "demo", tmp_path / ".demo.unfinished"
+    write_checkpoint(directory, TINY)
+    (unfinished / "new").mkdir(parents=True)
+    directory.rename(unfinished / "old")
+    assert not write_checkpoint(directory, TINY), "it is the one asked for"
+    assert list(tmp_path.iterdir()) == [directory]
+
+
+def test_what_others_keep_in_the_hidden_folder_stays(tmp_path: Path) -> None:
+    foreign = tmp_path / ".demo.unfinished" / "notes"
+    foreign.parent.mkdir()
+    foreign.write_text("keep")
+    assert write_checkpoint(tmp_path / "demo", TINY)
+    assert foreign.read_text() == "keep"
 
 
 def test_free_port_is_free() -> None:

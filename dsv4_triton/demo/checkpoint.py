@@ -8,12 +8,13 @@ two correct implementations disagree in the second digit. Everything that a load
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
-import tempfile
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -316,6 +317,69 @@ def _write_files(directory: Path, s: DemoSettings) -> None:
     _dump(directory / MARKER, _record(s))
 
 
+def _is_current(directory: Path, settings: DemoSettings) -> bool:
+    """Whether the demo in `directory` has these settings."""
+    try:
+        return bool(json.loads((directory / MARKER).read_text()) == _record(settings))
+    except (OSError, ValueError):
+        return False
+
+
+def _refuse_foreign(directory: Path) -> None:
+    """DemoError unless `directory` is new, empty or an earlier demo."""
+    if (directory / MARKER).is_file() or not directory.exists():
+        return
+    if not directory.is_dir():
+        raise DemoError(f"{directory} is a file; give a folder that is new, empty or holds an earlier demo")
+    if any(directory.iterdir()):
+        raise DemoError(
+            f"{directory} is not empty and no demo checkpoint (it has no {MARKER}); give a new or empty folder"
+        )
+
+
+def _locked(folder: Path) -> int:
+    """Make `folder` and take its lock, which goes with the process; DemoError while another one has it."""
+    while True:
+        folder.mkdir(exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(lock), os.stat(folder)):
+                return lock
+        except FileNotFoundError:
+            pass  # removed by its owner since it was opened
+        except BlockingIOError:
+            os.close(lock)
+            raise DemoError(f"another process is writing there ({folder} is locked)") from None
+        os.close(lock)
+
+
+@contextmanager
+def _staging(directory: Path) -> Iterator[tuple[Path, Path]]:
+    """Where the new demo is written and where the earlier one goes meanwhile, in a folder that is gone at the end.
+
+    The folder's name is always the same: the next run finds what a run that was killed has left, puts the earlier demo
+    back if it was being replaced at that moment, and removes the rest.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    folder = directory.parent / f".{directory.name}.unfinished"
+    new, old = folder / "new", folder / "old"
+    lock = _locked(folder)
+    try:
+        if old.exists() and not directory.exists():
+            old.rename(directory)
+        for left in (new, old):
+            shutil.rmtree(left, ignore_errors=True)
+        new.mkdir()
+        yield new, old
+    finally:
+        for left in (new, old):
+            shutil.rmtree(left, ignore_errors=True)
+        with suppress(OSError):
+            folder.rmdir()
+        os.close(lock)
+
+
 def write_checkpoint(directory: Path, settings: DemoSettings) -> bool:
     """Write the checkpoint to `directory`; False when it is already there with the same settings.
 
@@ -323,30 +387,19 @@ def write_checkpoint(directory: Path, settings: DemoSettings) -> bool:
     that is a file or a folder with anything but an earlier demo in it.
     """
     directory = Path(os.path.abspath(directory))
-    marker = directory / MARKER
-    old_demo = marker.is_file()
-    if directory.exists() and not old_demo:
-        if not directory.is_dir():
-            raise DemoError(f"{directory} is a file; give a folder that is new, empty or holds an earlier demo")
-        if any(directory.iterdir()):
-            raise DemoError(
-                f"{directory} is not empty and no demo checkpoint (it has no {MARKER}); give a new or empty folder"
-            )
-    if old_demo:
+    _refuse_foreign(directory)
+    if _is_current(directory, settings):
+        return False
+    with _staging(directory) as (new, old):
+        if _is_current(directory, settings):
+            return False
+        _write_files(new, settings)
         try:
-            if json.loads(marker.read_text()) == _record(settings):
-                return False
-        except ValueError:
-            pass
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
-    try:
-        fresh = staging / "new"
-        fresh.mkdir()
-        _write_files(fresh, settings)
-        if old_demo:
-            directory.rename(staging / "old")
-        fresh.rename(directory)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+            if (directory / MARKER).is_file():
+                directory.rename(old)
+            new.rename(directory)
+        except BaseException:  # an interrupt between the two as well
+            if old.exists() and not directory.exists():
+                old.rename(directory)
+            raise
     return True

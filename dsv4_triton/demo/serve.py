@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -105,18 +105,22 @@ class Server:
 
 
 class Interrupts:
-    """SIGTERM and SIGHUP end the demo the way Ctrl-C does, and none of them strikes where it would lose a process."""
+    """SIGTERM and SIGHUP end the demo the way Ctrl-C does, and none of them strikes where it would lose a process.
+
+    An interrupt may strike inside an import or a callback, where it is swallowed or turned into another error; so it
+    stays `pending`, and loops `check` for it.
+    """
 
     NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self) -> None:
         self._held = False
-        self._pending = False
+        self.pending = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.pending = True
         if not self._held:
             raise KeyboardInterrupt
-        self._pending = True
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -133,12 +137,14 @@ class Interrupts:
     def release(self) -> None:
         """Let interrupts through again; one that came in between is raised now."""
         self._held = False
-        if self._pending:
-            self._pending = False
+        self.check()
+
+    def check(self) -> None:
+        if self.pending:
             raise KeyboardInterrupt
 
 
-def wait_until_ready(server: Server, console: Any) -> float:
+def wait_until_ready(server: Server, console: Any, interrupts: Interrupts | None = None) -> float:
     """Show the seconds and the last log line until the server answers; returns the seconds it took."""
     from rich.markup import escape
 
@@ -146,6 +152,8 @@ def wait_until_ready(server: Server, console: Any) -> float:
     shown = 0.0
     with console.status("starting") as status:
         while not server.ready():
+            if interrupts is not None:
+                interrupts.check()
             seconds = time.monotonic() - began
             if seconds > START_SECONDS:
                 raise ServerFailedError(f"the server was not ready after {START_SECONDS} s")
@@ -182,30 +190,37 @@ def curl_command(server: Server) -> str:
     )
 
 
-def run_demo(directory: Path, *, dtype: str, port: int, smoke: bool, console: Any) -> int:
-    """Serve `directory` and ask twice; then wait for Ctrl-C unless `smoke`. Returns the exit status."""
+def run_demo(
+    directory: Path, *, dtype: str, port: int, smoke: bool, console: Any, interrupts: Interrupts | None = None
+) -> int:
+    """Serve `directory` and ask twice; then wait for Ctrl-C unless `smoke`. Returns the exit status.
+
+    `interrupts` are the caller's, where it watches for them already.
+    """
     port = port or free_port()
     command = server_command(directory, dtype=dtype, port=port)
 
     def say(text: str = "", style: str | None = None) -> None:
         console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
-    interrupts = Interrupts()
-    with tempfile.TemporaryDirectory(prefix="dsv4-demo-") as folder, interrupts.watched():
+    with ExitStack() as stack:
+        if interrupts is None:
+            interrupts = Interrupts()
+            stack.enter_context(interrupts.watched())
         interrupts.hold()
-        log = Path(folder) / "server.log"
+        log = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dsv4-demo-"))) / "server.log"
         say(f"starting the server (output in {log}):")
         say(f"  {shlex.join(command)}")
         server = Server(command, port=port, log=log)
         try:
             interrupts.release()
-            _talk(server, console, say, smoke=smoke)
+            _talk(server, console, say, interrupts, smoke=smoke)
             return 0
-        except KeyboardInterrupt:
-            say()
-            say("stopping the server")
-            return 130 if smoke else 0
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
+            if interrupts.pending:
+                say()
+                say("stopping the server")
+                return 130 if smoke else 0
             say(f"error: {error}", "bold red")
             say("the server's last lines:")
             for line in server.last_lines(40):
@@ -217,11 +232,12 @@ def run_demo(directory: Path, *, dtype: str, port: int, smoke: bool, console: An
             say("server stopped")
 
 
-def _talk(server: Server, console: Any, say: Callable[..., None], *, smoke: bool) -> None:
+def _talk(server: Server, console: Any, say: Callable[..., None], interrupts: Interrupts, *, smoke: bool) -> None:
     """Wait for the server, ask it twice, and unless `smoke` say how to ask it and wait until it ends."""
-    seconds = wait_until_ready(server, console)
+    seconds = wait_until_ready(server, console, interrupts)
     say(f"ready after {seconds:.0f} s at {server.url}")
     for question, answer in ask(server):
+        interrupts.check()
         if not answer.strip():
             raise ServerFailedError(f"empty answer to {question!r}")
         say()
@@ -234,5 +250,7 @@ def _talk(server: Server, console: Any, say: Callable[..., None], *, smoke: bool
     say("Talk to it:")
     say(f"  {curl_command(server)}")
     say("Ctrl-C stops the server.")
-    status = server.process.wait()
+    while (status := server.process.poll()) is None:
+        interrupts.check()
+        time.sleep(0.2)
     raise ServerFailedError(f"the server ended with status {status}")
