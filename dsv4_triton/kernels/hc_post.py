@@ -3,19 +3,24 @@
     out_k = post_k y + sum_j comb[j, k] x_j        k = 0..3; the sum runs over comb's FIRST index
 
 y [T, D], x and out [T, 4, D] bf16 or fp32; post [T, 4], comb [T, 4, 4] fp32. fp32 arithmetic, one rounding. Grid:
-vector cores; a persistent loop over (token, block of D). The twenty coefficients are scalars of the token, so every
-product is scalar times contiguous row and no tile has a 4-wide axis. UB: 5 fp32 rows of BD, one accumulator, operand
-rows doubled. Source of the formula: `hc_post` of the official DeepSeek inference code.
+vector cores; a persistent loop over (token, block of D). Where every vector operation goes through vector memory, the
+four new streams are one tile [4, BD], the sum of five outer products: twelve operations a block. Where chains of
+operations stay in registers (A5) each stream is a chain of scalar times row. UB: 5 fp32 rows of BD and the new streams,
+operand rows doubled. Source of the formula: `hc_post` of the official DeepSeek inference code.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from dsv4_triton.device import family_of
+from dsv4_triton.device import Family, family_of
 from dsv4_triton.kernels._checks import FLOATS, check_tensor, output
+from dsv4_triton.kernels._lang import extract_slice
 
-_MAX_BLOCK = 3584
+_MAX_BLOCK = 2048
+"""Twelve rows of this many features, operands doubled, fit the vector memory of A2 and A3."""
+_ITEM_FEATURES = 336
+"""Features that take as long as what an item costs besides its features, by the cost model for A2."""
 
 
 @triton.jit
@@ -30,26 +35,43 @@ def new_stream(post_ptr, comb_ptr, t, k: tl.constexpr, y, x0, x1, x2, x3):
 
 
 @triton.jit(do_not_specialize=["T"])
-def _hc_post_kernel(y_ptr, x_ptr, post_ptr, comb_ptr, out_ptr, T, D: tl.constexpr, BD: tl.constexpr):
+def _hc_post_kernel(
+    y_ptr, x_ptr, post_ptr, comb_ptr, out_ptr, T, D: tl.constexpr, BD: tl.constexpr, TILES: tl.constexpr
+):  # fmt: skip
     lane = tl.arange(0, BD)
+    four = tl.arange(0, 4)
     blocks: tl.constexpr = D // BD
     for item in range(tl.program_id(0), T * blocks, tl.num_programs(0)):
         t = item // blocks
         column = item % blocks * BD + lane
         row = t.to(tl.int64) * D
         y = tl.load(y_ptr + row + column).to(tl.float32)
-        x0 = tl.load(x_ptr + row * 4 + column).to(tl.float32)
-        x1 = tl.load(x_ptr + row * 4 + D + column).to(tl.float32)
-        x2 = tl.load(x_ptr + row * 4 + 2 * D + column).to(tl.float32)
-        x3 = tl.load(x_ptr + row * 4 + 3 * D + column).to(tl.float32)
-        for k in tl.static_range(4):
-            mixed = new_stream(post_ptr, comb_ptr, t, k, y, x0, x1, x2, x3)
-            tl.store(out_ptr + row * 4 + k * D + column, mixed.to(out_ptr.dtype.element_ty))
+        if TILES:
+            at = row * 4 + four[:, None] * D + column[None, :]
+            x = tl.load(x_ptr + at).to(tl.float32)
+            mixed = tl.load(post_ptr + t * 4 + four)[:, None] * y[None, :]
+            for j in tl.static_range(4):
+                old = extract_slice(x, (j, 0), (1, BD), (1, 1))
+                mixed += tl.load(comb_ptr + t * 16 + j * 4 + four)[:, None] * old
+            tl.store(out_ptr + at, mixed.to(out_ptr.dtype.element_ty))
+        else:
+            x0 = tl.load(x_ptr + row * 4 + column).to(tl.float32)
+            x1 = tl.load(x_ptr + row * 4 + D + column).to(tl.float32)
+            x2 = tl.load(x_ptr + row * 4 + 2 * D + column).to(tl.float32)
+            x3 = tl.load(x_ptr + row * 4 + 3 * D + column).to(tl.float32)
+            for k in tl.static_range(4):
+                mixed = new_stream(post_ptr, comb_ptr, t, k, y, x0, x1, x2, x3)
+                tl.store(out_ptr + row * 4 + k * D + column, mixed.to(out_ptr.dtype.element_ty))
 
 
-def _block(D: int) -> int:
-    """The largest divisor of D that is a multiple of 16 and at most `_MAX_BLOCK`."""
-    return next(D // n for n in range(1, D + 1) if D % n == 0 and D // n <= _MAX_BLOCK and D // n % 16 == 0)
+def _block(T: int, D: int, family: Family) -> int:
+    """Features of an item: of D's divisors that are multiples of 16, the one with the shortest busiest core."""
+    limit = next(d for d in range(min(D, _MAX_BLOCK), 0, -16) if D % d == 0)
+
+    def busiest(block: int) -> int:
+        return triton.cdiv(T * (D // block), family.vector_cores) * (block + _ITEM_FEATURES)
+
+    return min((d for d in range(16, limit + 1, 16) if D % d == 0), key=lambda d: (busiest(d), -d))
 
 
 def hc_post(
@@ -77,7 +99,8 @@ def hc_post(
         return out
     if out.data_ptr() == x.data_ptr():
         raise ValueError("hc_post: out must not be x, every new stream reads all old ones")
-    block = _block(D)
-    grid = (min(T * (D // block), family_of(x.device.type).vector_cores),)
-    _hc_post_kernel[grid](y, x, post, comb, out, T, D=D, BD=block)
+    family = family_of(x.device.type)
+    block = _block(T, D, family)
+    grid = (min(T * (D // block), family.vector_cores),)
+    _hc_post_kernel[grid](y, x, post, comb, out, T, D=D, BD=block, TILES=not family.vector_registers)
     return out

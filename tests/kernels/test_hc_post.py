@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dsv4_triton.device import A2, A5, HOST, acting_as
 from dsv4_triton.kernels.hc_post import hc_post
 from dsv4_triton.reference import hc_post as reference
 from tests.numeric import Guarded, assert_close, assert_equal
@@ -13,18 +14,21 @@ def make(T, D, dtype):
 
 
 @pytest.mark.parametrize(
-    ("T", "D", "dtype"),
+    ("T", "D", "dtype", "family"),
     [
-        *((T, 32, torch.float32) for T in (1, 3, 17, 127, 129)),
-        *((T, 272, torch.bfloat16) for T in (1, 5, 33)),
-        (2, 7168, torch.bfloat16),
-        (3, 16, torch.bfloat16),
+        *((T, 32, torch.float32, HOST) for T in (1, 3, 17, 127, 129)),
+        *((T, 272, torch.bfloat16, HOST) for T in (1, 5, 33)),
+        (2, 7168, torch.bfloat16, A2),
+        (3, 16, torch.bfloat16, HOST),
+        (5, 48, torch.float32, A5),
+        (1, 4096, torch.bfloat16, A5),
     ],
 )
-def test_equals_reference_and_keeps_to_its_memory(T, D, dtype):
+def test_equals_reference_and_keeps_to_its_memory(T, D, dtype, family):
     args = make(T, D, dtype)
     guarded = Guarded((T, 4, D), dtype)
-    got = hc_post(*args, out=guarded.out)
+    with acting_as(family):
+        got = hc_post(*args, out=guarded.out)
     # fp32: five products in another order; bf16: the same sum may round to the neighbour, and sums may cancel
     tolerance = {"rtol": 1e-6, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-5}
     assert_close(got, reference.hc_post(*args), **tolerance)
