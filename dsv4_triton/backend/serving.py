@@ -9,14 +9,12 @@ import torch
 
 from dsv4_triton.backend.geometry import Layout, layout
 from dsv4_triton.config import Choices, ConfigError, ModelSettings, Options, resolve
-from dsv4_triton.device import RowFormat, family_of
+from dsv4_triton.device import Family, RowFormat, family_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 DTYPES = (torch.bfloat16, torch.float32)
-CACHE_DTYPES = {"auto": DTYPES, "bfloat16": (torch.bfloat16,)}
-"""Accepted --kv-cache-dtype and the model dtypes it may stand for: rows are kept in the model's dtype."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +35,6 @@ class Serving:
         dtype = model_config.dtype
         if dtype not in DTYPES:
             raise ConfigError(f"--dtype is {dtype}, DeepSeek-V4 runs in {' or '.join(map(str, DTYPES))}")
-        cache = vllm_config.cache_config
-        if dtype not in CACHE_DTYPES.get(cache.cache_dtype, ()):
-            raise ConfigError(
-                f"--kv-cache-dtype is {cache.cache_dtype!r}: the rows of a cache are what the device family stores "
-                f"(a2, a3: {dtype}; a5: fp8 records), use 'auto'"
-            )
         backend = vllm_config.attention_config.backend
         if backend is not None and backend.name != "CUSTOM":
             raise ConfigError(f"--attention-backend is {backend.name}, DeepSeek-V4 is served by CUSTOM only")
@@ -55,11 +47,14 @@ class Serving:
         _refuse_foreign_pages(vllm_config)
         device = family_of(vllm_config.device_config.device_type)
         exact = dtype == torch.float32
+        cache = vllm_config.cache_config
         asked = cache.block_size if cache.user_specified_block_size else None
         choices = resolve(model, options, device, exact=exact, block_size=asked)
         # fp32 is for exact comparisons, so its rows stay whole whatever the family stores.
         row_format = RowFormat.PLAIN if exact else choices.family.row_format
-        return cls(model, options, choices, layout(choices, model.ratios, row_format, dtype))
+        pages = layout(choices, model.ratios, row_format, dtype)
+        _check_cache_dtype(cache.cache_dtype, pages.window.dtype, choices.family)
+        return cls(model, options, choices, pages)
 
     def summary(self) -> str:
         """What is served in which formats, for the log."""
@@ -73,6 +68,17 @@ class Serving:
             f"{'record' if records else 'plain'} rows, "
             f"{self.choices.index_format} index keys, fp8 rounding of rows {rounding}"
         )
+
+
+def _check_cache_dtype(asked: str, stored: torch.dtype, family: Family) -> None:
+    """--kv-cache-dtype cannot choose: a family stores rows in one way."""
+    if asked == "auto" or (asked == "bfloat16" and stored == torch.bfloat16):
+        return
+    rows = "fp8 records" if stored == torch.uint8 else f"values of {stored}"
+    fp8 = "" if family.fp8 else " and has no fp8"
+    raise ConfigError(
+        f"--kv-cache-dtype is {asked!r}, but family {family.name!r} keeps rows as {rows}{fp8}; use 'auto'"
+    )
 
 
 def _refuse_foreign_pages(vllm_config: VllmConfig) -> None:
