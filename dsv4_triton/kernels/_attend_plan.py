@@ -91,9 +91,10 @@ class Split:
     """Constants of the three launches that do one step each, on gathered rows."""
 
     CHUNK: int
-    ROWS: int
+    SCORE_ROWS: int
     SCORE_HEADS: int
     SOFTMAX_HEADS: int
+    VALUE_ROWS: int
     VALUE_HEADS: int
     DV: int
 
@@ -227,18 +228,36 @@ def _plan_gathered(family: Family, call: Call, windows: int) -> Plan:
 
 
 def _split(family: Family, heads: int, chunk: int) -> Split:
-    """Tiles of the split chain, for bf16 rows: operands of both products twice in L1, one being loaded while the other
-    is used; scores of the softmax in UB with what is made of them."""
+    """Tiles of the split chain for bf16 rows.
+
+    Operands of both products are in L1 twice, one being loaded while the other is used. The sums of the second product
+    fill the accumulators, or where they leave through vector memory a part of that. The softmax has its scores in UB
+    with all that is made of them.
+    """
     heads = max(16, next_power_of_2(heads))
     dot_heads = min(128, heads)
-    row_bytes = HEAD_DIM * 2
-    fit = family.l1_bytes // (2 * row_bytes) - dot_heads
-    value_heads = min(64, heads)
-    width = 64
-    while width > 16 and 2 * (value_heads + width) * chunk * 2 > family.l1_bytes:
-        width //= 2
-    softmax_rows = family.ub_bytes // (16 * chunk)
+    score_rows = family.l1_bytes // (4 * HEAD_DIM) - dot_heads
+    sums = family.l0c_bytes // 4 if family.mixed_kernels else min(family.l0c_bytes // 4, family.ub_bytes // 12)
+    width = min(HEAD_DIM, _power_of_2_below(sums // dot_heads))
     return Split(
-        CHUNK=chunk, ROWS=max(rows for rows in range(16, fit + 1, 16) if chunk % rows == 0), SCORE_HEADS=dot_heads,
-        SOFTMAX_HEADS=min(heads, 1 << (softmax_rows.bit_length() - 1)), VALUE_HEADS=value_heads, DV=width,
+        CHUNK=chunk, SCORE_ROWS=_divisor(chunk, score_rows), SCORE_HEADS=dot_heads,
+        SOFTMAX_HEADS=min(heads, _power_of_2_below(family.ub_bytes // (16 * chunk))),
+        VALUE_ROWS=_divisor(chunk, family.l1_bytes // (4 * (dot_heads + width))), VALUE_HEADS=dot_heads, DV=width,
     )  # fmt: skip
+
+
+def value_width(split: Split, tokens: int, heads: int, cores: int) -> int:
+    """Features of a slice of the second product: few enough that `tokens` give every core something to do."""
+    width, items = split.DV, tokens * -(-heads // split.VALUE_HEADS)
+    while width > 64 and items * (HEAD_DIM // width) < cores:
+        width //= 2
+    return width
+
+
+def _power_of_2_below(n: int) -> int:
+    return 1 << (n.bit_length() - 1)
+
+
+def _divisor(n: int, limit: int) -> int:
+    """The largest multiple of 16 up to `limit` that divides `n`."""
+    return max(rows for rows in range(16, limit + 1, 16) if n % rows == 0)

@@ -8,9 +8,9 @@ one. All work on the rows that `gather_rows` copied; the scores and P go through
     o[t, h]    = sum_j p[t, h, j] * rows[t, j]                          cube
 
 A chunk is CHUNK columns with a softmax of its own: the only one (FINAL), whose Z has the sink, or one of several, whose
-o is partial and has its log of the denominator beside it, for `_attend.merge_kernel`. Each product is a single `tl.dot`
-over the whole contraction of rows loaded without a mask, which keeps the vector cores of A5 out of it: every row of a
-chunk that is attended at all must have been written, while scores from the last attended column on are not read.
+o is partial and has its log of the denominator beside it, for `_attend.merge_kernel`. Rows are loaded without a mask,
+which would bring vector cores in on A5: every row of a chunk that is attended at all must have been written. Scores
+from the last attended column on are not read.
 
 UB of the softmax: HEADS * CHUNK * 4 bytes for the scores, twice where they are loaded ahead, and P.
 """
@@ -99,36 +99,41 @@ def softmax_kernel(
             tl.store(p_ptr + place, (s * (1.0 / z)[:, None]).to(p_ptr.dtype.element_ty), mask=there)
 
 
-@triton.jit(do_not_specialize=["tokens", "heads", "columns", "base", "limit", "slots", "splits"])
+@triton.jit(do_not_specialize=["tokens", "heads", "columns", "base", "limit", "slots"])
 def values_kernel(
-    p_ptr, rows_ptr, pos_ptr, n_vis_ptr, out_ptr, tokens, heads, columns, base, limit, slots, splits,
-    COUNTED: tl.constexpr, FINAL: tl.constexpr, RAGGED: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr,
+    p_ptr, rows_ptr, pos_ptr, n_vis_ptr, out_ptr, tokens, heads, columns, base, limit, slots,
+    COUNTED: tl.constexpr, FINAL: tl.constexpr, RAGGED: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """One item: a token, HEADS heads, every chunk it has, and every `splits`-th slice of DV features."""
+    """One item: a token, HEADS heads, a slice of DV features, and every chunk the token has."""
     head_blocks = (heads + HEADS - 1) // HEADS
+    slices: tl.constexpr = D // DV
     head = tl.arange(0, HEADS)[:, None]
-    row = tl.arange(0, CHUNK)
+    row = tl.arange(0, ROWS)
     dim = tl.arange(0, DV)[None, :]
-    for item in range(tl.program_id(0), tokens * head_blocks * splits, tl.num_programs(0)):
-        split = item % splits
-        h = (item // splits) % head_blocks * HEADS
-        t = item // splits // head_blocks
+    for item in range(tl.program_id(0), tokens * head_blocks * slices, tl.num_programs(0)):
+        d = item % slices * DV
+        h = (item // slices) % head_blocks * HEADS
+        t = item // slices // head_blocks
         t64 = tl.cast(t, tl.int64)
         chunks = 1
         if not FINAL:
             chunks = (_count(pos_ptr, n_vis_ptr, t, base, limit, COUNTED) + CHUNK - 1) // CHUNK
         for c in range(0, chunks):
-            p_place = p_ptr + (t64 * heads + h) * columns + c * CHUNK + head * columns + row[None, :]
-            rows = rows_ptr + (t64 * columns + c * CHUNK) * D + row[:, None] * D + dim
-            out = out_ptr + ((t64 * slots + c) * heads + h) * D + head * D + dim
+            p = p_ptr + (t64 * heads + h) * columns + c * CHUNK + head * columns + row[None, :]
+            v = rows_ptr + (t64 * columns + c * CHUNK) * D + d + row[:, None] * D + dim
+            out = out_ptr + ((t64 * slots + c) * heads + h) * D + d + head * D + dim
+            there = head < heads - h
             if RAGGED:
-                p = tl.load(p_place, mask=head < heads - h, other=0.0)
+                o = tl.dot(tl.load(p, mask=there, other=0.0), tl.load(v))
             else:
-                p = tl.load(p_place)
-            for i in range(split, D // DV, splits):
-                o = tl.dot(p, tl.load(rows + i * DV)).to(out_ptr.dtype.element_ty)
+                o = tl.dot(tl.load(p), tl.load(v))
+            for i in range(ROWS, CHUNK, ROWS):
                 if RAGGED:
-                    tl.store(out + i * DV, o, mask=head < heads - h)
+                    o = tl.dot(tl.load(p + i, mask=there, other=0.0), tl.load(v + i * D), o)
                 else:
-                    tl.store(out + i * DV, o)
+                    o = tl.dot(tl.load(p + i), tl.load(v + i * D), o)
+            if RAGGED:
+                tl.store(out, o.to(out_ptr.dtype.element_ty), mask=there)
+            else:
+                tl.store(out, o.to(out_ptr.dtype.element_ty))

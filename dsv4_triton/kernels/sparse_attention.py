@@ -30,7 +30,7 @@ import torch
 
 from dsv4_triton.device import Family, family_of
 from dsv4_triton.kernels import _attend, _attend_split
-from dsv4_triton.kernels._attend_plan import HEAD_DIM, Call, Plan, Split, Tiling, limits, plan
+from dsv4_triton.kernels._attend_plan import HEAD_DIM, Call, Plan, Split, Tiling, limits, plan, value_width
 from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor, output
 from dsv4_triton.kernels._rows import check_rows, is_record
 from dsv4_triton.kernels._tiling import next_power_of_2
@@ -112,10 +112,10 @@ class _Tokens:
         bounds = base, base + self.call.dense
         items = tokens * -(-heads // split.SCORE_HEADS)
         cubes = self.family.cube_cores
-        splits = max(1, min(plan.gathered // split.ROWS, 2 * cubes // items))
+        splits = max(1, min(plan.gathered // split.SCORE_ROWS, 2 * cubes // items))
         _attend_split.scores_kernel[(min(items * splits, cubes),)](
             self.q, scratch.rows, self.positions, n_vis, scratch.scores, tokens, heads, plan.gathered, *bounds, splits,
-            COUNTED=counted, RAGGED=heads % split.SCORE_HEADS != 0, ROWS=split.ROWS, HEADS=split.SCORE_HEADS,
+            COUNTED=counted, RAGGED=heads % split.SCORE_HEADS != 0, ROWS=split.SCORE_ROWS, HEADS=split.SCORE_HEADS,
             D=HEAD_DIM,
         )  # fmt: skip
         slots, final = plan.slots or 1, not plan.slots
@@ -126,12 +126,12 @@ class _Tokens:
             plan.gathered, *bounds, slots, self.scale,
             COUNTED=counted, FINAL=final, CHUNK=split.CHUNK, HEADS=split.SOFTMAX_HEADS,
         )  # fmt: skip
-        items = tokens * -(-heads // split.VALUE_HEADS)
-        splits = max(1, min(HEAD_DIM // split.DV, 2 * cubes // items))
-        _attend_split.values_kernel[(min(items * splits, cubes),)](
+        width = value_width(split, tokens, heads, cubes)
+        items = tokens * -(-heads // split.VALUE_HEADS) * (HEAD_DIM // width)
+        _attend_split.values_kernel[(min(items, cubes),)](
             scratch.weights, scratch.rows, self.positions, n_vis, values, tokens, heads, plan.gathered, *bounds, slots,
-            splits, COUNTED=counted, FINAL=final, RAGGED=heads % split.VALUE_HEADS != 0, CHUNK=split.CHUNK,
-            HEADS=split.VALUE_HEADS, D=HEAD_DIM, DV=split.DV,
+            COUNTED=counted, FINAL=final, RAGGED=heads % split.VALUE_HEADS != 0, CHUNK=split.CHUNK,
+            ROWS=split.VALUE_ROWS, HEADS=split.VALUE_HEADS, D=HEAD_DIM, DV=width,
         )  # fmt: skip
 
     def merge(self, plan: Plan, scratch: Scratch) -> None:
