@@ -40,7 +40,35 @@ def ties_by_lower_index() -> Iterator[None]:
         torch.topk, torch.Tensor.topk = usual  # type: ignore[method-assign]
 
 
-Oracle = Callable[[Sequence[int]], torch.Tensor]
+class Oracle:
+    """transformers' model in fp32 on the weights of a checkpoint; with `tokens` a whole sequence."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        from transformers.models.deepseek_v4 import DeepseekV4Config, DeepseekV4ForCausalLM
+        from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Indexer
+
+        # Named classes: vLLM registers a config class of its own with transformers' automatic ones.
+        config = DeepseekV4Config.from_pretrained(checkpoint)
+        self.model = DeepseekV4ForCausalLM.from_pretrained(checkpoint, config=config, dtype=torch.float32).eval()
+        self._selections: list[torch.Tensor] = []
+        self._known: dict[tuple[int, ...], tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        for module in self.model.modules():
+            if isinstance(module, DeepseekV4Indexer):
+                module.register_forward_hook(lambda _module, _inputs, chosen: self._selections.append(chosen[0]))
+
+    def __call__(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Log-probabilities [T, V]."""
+        return self.with_selections(tokens)[0]
+
+    def with_selections(self, tokens: Sequence[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Log-probabilities, and for each c4 layer the entries [T, k] its indexer chose, -1 for none."""
+        key = tuple(tokens)
+        if key not in self._known:
+            self._selections.clear()
+            with torch.no_grad(), ties_by_lower_index():
+                logprobs = self.model(torch.tensor([key])).logits[0].log_softmax(-1)
+            self._known[key] = logprobs, list(self._selections)
+        return self._known[key]
 
 
 @pytest.fixture(scope="session")
@@ -61,22 +89,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 @pytest.fixture(scope="session")
 def oracle(checkpoint: Callable[[str], Path]) -> Callable[[str], Oracle]:
-    """Log-probabilities [T, V] of a whole sequence by transformers in fp32, for the weights of either checkpoint."""
-    from transformers.models.deepseek_v4 import DeepseekV4Config, DeepseekV4ForCausalLM
-
-    models: dict[str, torch.nn.Module] = {}
+    """The oracle of the weights of either checkpoint."""
+    known: dict[str, Oracle] = {}
 
     def of(dtype: str) -> Oracle:
-        if dtype not in models:
-            path = checkpoint(dtype)
-            # Named classes: vLLM registers a config class of its own with transformers' automatic ones.
-            config = DeepseekV4Config.from_pretrained(path)
-            models[dtype] = DeepseekV4ForCausalLM.from_pretrained(path, config=config, dtype=torch.float32).eval()
-
-        def logprobs(tokens: Sequence[int]) -> torch.Tensor:
-            with torch.no_grad(), ties_by_lower_index():
-                return models[dtype](torch.tensor([list(tokens)])).logits[0].log_softmax(-1)
-
-        return logprobs
+        if dtype not in known:
+            known[dtype] = Oracle(checkpoint(dtype))
+        return known[dtype]
 
     return of
+
+
+def teacher_forced(tokens: Sequence[int], logprobs: torch.Tensor) -> torch.Tensor:
+    """Of log-probabilities [T, V] those of the sequence's own tokens, as `engine.score` gives them."""
+    return logprobs[torch.arange(len(tokens) - 1), list(tokens[1:])]

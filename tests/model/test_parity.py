@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.model import engine
-from tests.model.conftest import Oracle
+from tests.model.conftest import Oracle, teacher_forced
 
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 127, 128, 129, 255, 257, 300, 1100)
 FP32_TOLERANCE = 1e-4
@@ -27,10 +27,6 @@ def llm(checkpoint: Callable[[str], Path]) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def expected(oracle: Callable[[str], Oracle]) -> Oracle:
     return oracle("float32")
-
-
-def teacher_forced(tokens: list[int], logprobs: torch.Tensor) -> torch.Tensor:
-    return logprobs[torch.arange(len(tokens) - 1), tokens[1:]]
 
 
 def test_prompt_logprobs_in_fp32(llm: Any, expected: Oracle) -> None:
@@ -66,19 +62,3 @@ def test_bf16_stays_close(checkpoint: Callable[[str], Path], oracle: Callable[[s
         scores = engine.score(llm, prompts)
     differences = torch.cat([(s - teacher_forced(p, expected(p))).abs() for p, s in zip(prompts, scores, strict=True)])
     assert differences.mean() <= 0.02
-
-
-def test_fp8_record_rows_equal_simulated_fp8(checkpoint: Callable[[str], Path]) -> None:
-    """A5's cache formats against bf16 rows rounded through fp8: the same numbers in other bytes.
-
-    What differs is the order in which attention adds rows up, hence bf16 roundings.
-    """
-    prompts = [engine.prompt(length) for length in (5, 129, 300)]
-    scores = []
-    for options in (
-        {"device_family": "a5"},
-        {"kv_fake_quant": "on", "index_format": "e4m3"},
-    ):
-        with engine.engine(checkpoint("bfloat16"), dtype="bfloat16", additional_config={"dsv4_triton": options}) as llm:
-            scores.append(torch.cat(engine.score(llm, prompts)))
-    assert (scores[0] - scores[1]).abs().mean() <= 0.005
