@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from dsv4_triton.compiler.cost_emit import Emitter, Program, identifier, namespace
+from dsv4_triton.compiler.cost_emit import Emitter
 from dsv4_triton.compiler.cost_estimate import Estimate, Work, estimate
 from dsv4_triton.compiler.cost_exec import Machine
 from dsv4_triton.compiler.cost_facts import Core, Counts, Facts
 from dsv4_triton.compiler.cost_ir import CostError, Function, Kernel
 from dsv4_triton.compiler.cost_ops import Counter, Key
+from dsv4_triton.compiler.cost_program import Program, identifier, namespace
 from dsv4_triton.compiler.cost_rules import Rules
 from dsv4_triton.compiler.cost_slice import Slice
 from dsv4_triton.device import Family

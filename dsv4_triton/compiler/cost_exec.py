@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from dsv4_triton.compiler.cost_emit import Program, identifier
 from dsv4_triton.compiler.cost_facts import Counts
 from dsv4_triton.compiler.cost_ir import CostError, Memref, bits_of
 from dsv4_triton.compiler.cost_ops import runs
+from dsv4_triton.compiler.cost_program import Program, identifier
 from dsv4_triton.compiler.cost_scalar import SCALARS, UNKNOWN
 from dsv4_triton.compiler.cost_vector import Lanes, run_operation
 from dsv4_triton.compiler.cost_vf import run_vector_function

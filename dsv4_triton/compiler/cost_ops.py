@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from dsv4_triton.compiler.cost_ir import Function, Memref, bits_of
-from dsv4_triton.compiler.cost_rules import Facet, Rules, root_of
+from dsv4_triton.compiler.cost_memref import Facet, root_of
+from dsv4_triton.compiler.cost_rules import Rules
 from dsv4_triton.compiler.mlir import Op
 
 Key = tuple[str, str]

@@ -1,18 +1,13 @@
-"""How each value of a HIVM function follows from others: the rules that counting evaluates.
-
-A facet is one number of a value: `(value, "v")` of a scalar; of a memref its base address in bytes ("b", vector
-memory and stack only), its offset in elements ("a"), its extents ("s0", "s1" ...) and its strides ("d0", ...).
-"""
+"""How each number of a HIVM function follows from others: the rules that counting evaluates."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-from dsv4_triton.compiler.cost_ir import DYNAMIC, CostError, Function, affine_results
+from dsv4_triton.compiler.cost_ir import CostError, Function, affine_results
+from dsv4_triton.compiler.cost_memref import Facet, element_address, mixed
 from dsv4_triton.compiler.mlir import Op
-
-Facet = tuple[str, str]
 
 _BINARY = {
     "addi": "({0} + {1})", "subi": "({0} - {1})", "muli": "({0} * {1})", "andi": "({0} & {1})", "ori": "({0} | {1})",
@@ -250,17 +245,6 @@ def _groups(op: Op) -> str:
     return (op.props.get("reassociation") or "")[1:-1]
 
 
-def mixed(op: Op, name: str, segment: int | None = None) -> list[int | str]:
-    """Static entries as numbers, dynamic ones as the operands that give them."""
-    values = op.ints(f"static_{name}")
-    if segment is None:
-        segment = {"offsets": 1, "sizes": 2, "strides": 3}[name]
-        operands = iter(op.segments()[segment])
-    else:
-        operands = iter(op.operands[segment:])
-    return [next(operands) if value == DYNAMIC else value for value in values]
-
-
 def _entry(entry: int | str) -> Rule:
     return Rule(((entry, "v"),)) if isinstance(entry, str) else Rule(template=str(entry))
 
@@ -275,49 +259,3 @@ def _constant(text: str) -> Rule:
         return Rule(template=f"real({float(value)!r})")
     except ValueError:
         return Rule(template=UNKNOWN, opaque=True)
-
-
-def element_address(function: Function, value: str, indices: list[str]) -> list[Facet]:
-    """Facets of an element's address: base, offset, then index and stride of each axis."""
-    facets: list[Facet] = [(value, "b"), (value, "a")]
-    for axis, index in enumerate(indices):
-        facets += [(index, "v"), (value, f"d{axis}")]
-    return facets
-
-
-def root_of(function: Function, value: str) -> tuple[Op | None, int]:
-    """Where a memref comes from: (None, number) of the function's argument, or the operation that made it.
-
-    A value that control flow chooses has the root of its first candidate if all agree, else `(None, -1)`.
-    """
-    seen: set[str] = set()
-
-    def search(name: str) -> set[tuple[int, int]]:
-        if name in seen:
-            return set()
-        seen.add(name)
-        if name in function.block_args:
-            op, region, position = function.block_args[name]
-            if op is function.op:
-                return {(0, position)}
-            if op.name == "scf.for":
-                return search(op.operands[2 + position]) | search(op.body.terminator.operands[position - 1])
-            return search(op.operands[position]) if region == 0 else search(op.body.terminator.operands[1 + position])
-        op, position = function.defined[name]
-        if op.name in ("scf.if", "scf.for", "scf.while"):
-            if op.name == "scf.if":
-                return set().union(*(search(region[0].terminator.operands[position]) for region in op.regions))
-            return search(op.operands[(3 if op.name == "scf.for" else 0) + position])
-        if op.name == "arith.select":
-            return search(op.operands[1]) | search(op.operands[2])
-        if op.name.startswith("memref.") and op.name not in ("memref.alloca", "memref.alloc"):
-            return search(op.operands[0])
-        made[id(op)] = op
-        return {(id(op), 0)}
-
-    made: dict[int, Op] = {}
-    found = search(value)
-    if len(found) != 1:
-        return None, -1
-    key, position = next(iter(found))
-    return made.get(key), position

@@ -9,8 +9,8 @@ planned addresses are shared by buffers that are not alive together.
 from __future__ import annotations
 
 from dsv4_triton.compiler.cost_ir import Function
+from dsv4_triton.compiler.cost_memref import Facet, element_address, memref_facets
 from dsv4_triton.compiler.cost_ops import SCALAR_DIALECTS, Count, Counter
-from dsv4_triton.compiler.cost_rules import Facet, element_address
 from dsv4_triton.compiler.mlir import Op
 
 _LOCAL = ("ub", "stack")
@@ -216,8 +216,3 @@ class Slice:
         if any(value == name for value, _ in self.needed for name in carried):
             return True
         return any(id(op) in self.executed for op in self.function.inside[id(loop)])
-
-
-def memref_facets(value: str, rank: int) -> list[Facet]:
-    """All facets of a memref."""
-    return [(value, "b"), (value, "a"), *((value, f"{kind}{axis}") for kind in "sd" for axis in range(rank))]

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from dsv4_triton.compiler.cost_ir import Function, bits_of, memref_of
-from dsv4_triton.compiler.cost_rules import Rules, mixed
+from dsv4_triton.compiler.cost_memref import mixed
+from dsv4_triton.compiler.cost_rules import Rules
 from dsv4_triton.compiler.cost_scalar import SCALARS, UNKNOWN
 from dsv4_triton.compiler.cost_slice import accessed_arguments
 from dsv4_triton.compiler.cost_vector import BINARY, COMPARE, REDUCE, UNARY, Lanes, cast, elementwise, enum, select
