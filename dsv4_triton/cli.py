@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import os
 import pkgutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Optional, cast
 
@@ -177,7 +180,10 @@ def _write_and_serve(
 
 @app.command("compile")
 def compile_kernels(
-    family: Annotated[str, typer.Option(help="a2, a3 or a5.")],
+    family: Annotated[
+        Optional[str],  # noqa: UP045  typer evaluates the annotation, on Python 3.10 too
+        typer.Option(help="a2, a3 or a5. With --report also none, for all three."),
+    ] = None,
     kernel: Annotated[
         Optional[list[str]],  # noqa: UP045
         typer.Option(metavar="OP", help="An op of the registry; may be given several times. Without it: all."),
@@ -200,7 +206,15 @@ def compile_kernels(
     ] = False,
     json: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(metavar="FILE", help="Write everything that is known to FILE as JSON."),
+        typer.Option(metavar="FILE", help="Write everything that is known to FILE as JSON; needs --family."),
+    ] = None,
+    report: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(metavar="FILE", help="Count every case too, and write the static report to FILE as Markdown."),
+    ] = None,
+    against: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(metavar="FILE", help="With --report: fail where a case is worse than in this earlier report."),
     ] = None,
 ) -> None:
     """Compile kernels for a device family, without a device: every op at the shapes of the models.
@@ -208,33 +222,59 @@ def compile_kernels(
     Kernels go through triton-ascend and the HIVM compiler, their memory is planned and their calls are looked up in the
     device library. The exit status is 1 when one fails or would be wrong, 2 for a request that makes no sense.
     """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
     from dsv4_triton import offline
     from dsv4_triton.bench.registry import RegistryError
     from dsv4_triton.compiler.ascend_tools import ToolMissingError
+    from dsv4_triton.offline import report as reports
 
+    for needs, given, option in (
+        ("--family a2, a3 or a5", family is None and (report is None or json is not None), "--family"),
+        ("--report", against is not None and report is None, "--against"),
+    ):
+        if given:
+            raise typer.BadParameter(f"needs {needs}", param_hint=option)
     console = Console()
-    columns = SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
     try:
-        chosen = offline.family_named(family)
+        families = offline.families() if family is None else [offline.family_named(family)]
         cases = offline.choose(kernel or (), model or (), case or ())
-        if json is not None:
-            json.touch()  # a file that cannot be written is known before minutes of work
-        with Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
-            task = bar.add_task("")
-            compiled = offline.compile_cases(
-                cases, chosen, jobs=jobs, seconds=seconds,
-                progress=lambda done, total, what: bar.update(task, completed=done, total=total, description=what),
-            )  # fmt: skip
-        if json is not None:
-            json.write_text(offline.as_json(compiled, chosen))
-    except (ValueError, ToolMissingError, RegistryError, OSError) as error:
+        for target in (json, report):
+            if target is not None and not os.access(target if target.exists() else target.parent, os.W_OK):
+                raise OSError(f"{target} cannot be written")  # known before minutes of work
+        earlier = None if against is None else reports.parse(against.read_text())
+        good, found = True, []
+        for chosen in families:
+            with _progress(console) as progress:
+                compiled = offline.compile_cases(cases, chosen, jobs=jobs, seconds=seconds, progress=progress)
+                if report is not None:
+                    found += reports.lines(compiled, chosen, jobs=jobs, progress=progress)
+            if json is not None:
+                json.write_text(offline.as_json(compiled, chosen))
+            if report is None:
+                console.print(offline.table(compiled, chosen))
+            console.print(offline.summary(compiled, chosen), highlight=False)
+            good = good and offline.succeeded(compiled, strict=strict)
+        if report is not None:
+            with console.status("counting the launches of decoder layers"):
+                launches = reports.launch_table(chosen.name for chosen in families)
+            report.write_text(reports.markdown(found, launches))
+        problems = [] if earlier is None else reports.regressions(found, earlier)
+    except (ValueError, ToolMissingError, RegistryError, OSError, reports.ReportError) as error:
         console.print(f"[bold red]error:[/bold red] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
-    console.print(offline.table(compiled, chosen))
-    console.print(offline.summary(compiled, chosen), highlight=False)
-    raise typer.Exit(0 if offline.succeeded(compiled, strict=strict) else 1)
+    for problem in problems:
+        console.print(f"[bold red]worse:[/bold red] {escape(problem)}", highlight=False, soft_wrap=True)
+    raise typer.Exit(0 if good and not problems else 1)
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar while it works; what it yields is called with what is done, the total and a description."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
+        task = bar.add_task("")
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})

@@ -26,7 +26,7 @@ ALLOWED = {
     "model": BASE | {"hadamard", "compiler", "kernels", "backend", "model"},
     "bench": BASE | {"hadamard", "compiler", "kernels", "reference", "backend", "model", "demo", "bench"},
     "demo": {"demo"},
-    "offline": BASE | {"compiler", "bench"},
+    "offline": BASE | {"compiler", "bench", "offline"},
     "doctor": {"device", "compiler"},
     "cli": {"doctor", "demo", "compiler", "kernels", "bench", "offline", *BASE},
 }

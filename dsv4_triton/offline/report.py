@@ -6,20 +6,20 @@ with an earlier one. All of it follows from the source and the pinned toolchain,
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import astuple, dataclass, fields
 from itertools import groupby
-from os import sched_getaffinity
 
-from dsv4_triton.bench.peers import peer_of
 from dsv4_triton.bench.registry import Case
 from dsv4_triton.compiler.ascend_jobs import Outcome, run_all
 from dsv4_triton.compiler.cost import arguments_of, count, estimate
 from dsv4_triton.compiler.cost_estimate import minimum_seconds
 from dsv4_triton.device import FAMILIES, Family
 from dsv4_triton.offline import Compiled
+from dsv4_triton.offline.peers import peer_of
 
 Progress = Callable[[int, int, str], None]
 ALLOWANCE = 1.05
@@ -81,7 +81,7 @@ def lines(
             progress(len(found), len(cases), f"counted {case}")
 
     work = [lambda case=case, group=group: _cells(_line(case, group, family)).encode() for case, group in cases]
-    run_all(work, jobs or len(sched_getaffinity(0)), _SECONDS, finish, nullcontext())
+    run_all(work, jobs or len(os.sched_getaffinity(0)), _SECONDS, finish, nullcontext())
     return [found[index] for index in range(len(cases))]
 
 
@@ -124,6 +124,24 @@ def _read(text: str, family: str) -> Line:
     kinds = {"int": int, "float": float, "str": str}
     values = [kinds[str(field.type)](cell) for field, cell in zip(fields(Line)[1:], cells, strict=True)]
     return Line(family, *values)
+
+
+def launch_table(families: Iterable[str]) -> str:
+    """Launches of a decode step of 16 tokens in a layer of each kind and router of Flash, as a Markdown table.
+
+    Needs vLLM, whose layers the model is made of.
+    """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from dsv4_triton.bench.launches import PARTS, layer_launches
+
+    heads = ["family", "layer", "router", *PARTS, "all"]
+    rows = [
+        [family, layer.kind, layer.router, *(str(layer.of(part)) for part in PARTS), str(layer.total)]
+        for family in families
+        for layer in layer_launches(family=family)
+    ]
+    table = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(row) + " |" for row in table)
 
 
 def markdown(found: Iterable[Line], launches: str) -> str:
@@ -193,5 +211,5 @@ A case is `ok` when all its kernels compile without a fallback, read nothing tha
 the shipped device library, run no inner loop over single elements, and use both vector cores where they share work.
 Memories are the largest share that a kernel of the case uses. The minimum is the time of the least traffic and the
 least multiply-accumulates of the job; it takes no account of latency, so ratios of small steps are large. The best
-public kernel is that of `dsv4_triton/bench/peers.py`, estimated in the same way.
+public kernel is that of `dsv4_triton/offline/peers.py`, estimated in the same way.
 """

@@ -28,9 +28,14 @@ class Compiled:
     result: CompileResult
 
 
+def families() -> list[Family]:
+    """The families with an offline compile."""
+    return [family for family in FAMILIES.values() if family.arch]
+
+
 def family_named(name: str) -> Family:
     """A family with an offline compile; `ValueError` listing them for any other name."""
-    there = {family.name: family for family in FAMILIES.values() if family.arch}
+    there = {family.name: family for family in families()}
     if name not in there:
         raise ValueError(f"unknown family {name!r}. There are: {', '.join(there)}")
     return there[name]

@@ -25,7 +25,7 @@ class Peer:
 
 _FGV, _FG, _VLA, _MOJO, _VLLM = "FlagGems-vllm", "FlagGems", "vllm-ascend", "mojo_opset", "vLLM"
 _NO_NORM = "norm, RoPE and insert"
-_PEERS: dict[tuple[str, str], Peer] = {
+PEERS: dict[tuple[str, str], Peer] = {
     ("hc_pre", "flash/decode/b1"): Peer(_FGV, 7.6),
     ("hc_pre", "flash/decode/b16"): Peer(_FGV, 15.0),
     ("hc_pre", "flash/prefill/t4096"): Peer(_FGV, 321.0),
@@ -62,5 +62,5 @@ def peer_of(op: str, case: str, family: str) -> Peer | None:
     """The best public kernel for a case on `family`; only A2 and A3, whose kernels are the same code, have figures."""
     if family not in ("a2", "a3"):
         return None
-    found = [peer for (job, pattern), peer in _PEERS.items() if job == op and fnmatchcase(case, pattern)]
+    found = [peer for (job, pattern), peer in PEERS.items() if job == op and fnmatchcase(case, pattern)]
     return found[0] if found else None
