@@ -122,3 +122,26 @@ def _extending(build: Callable[..., Any], architecture: str, extension: str) -> 
 
     build_app._dsv4_triton_extended = True  # type: ignore[attr-defined]
     return build_app
+
+
+def check_first(architecture: str, check: str) -> None:
+    """Call `check` ("module:function") with the VllmConfig of a model of `architecture` before vLLM checks it itself.
+
+    vLLM's per-architecture hook, which its own entry for the architecture keeps too.
+    """
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+
+    upstream = MODELS_CONFIG_MAP.get(architecture, VerifyAndUpdateConfig)
+    if hasattr(upstream, "_dsv4_triton_check"):
+        return
+
+    class Checked(upstream):  # type: ignore[misc, valid-type]
+        _dsv4_triton_check = check
+
+        @staticmethod
+        def verify_and_update_config(vllm_config: Any) -> None:
+            module, function = check.split(":")
+            getattr(import_module(module), function)(vllm_config)
+            upstream.verify_and_update_config(vllm_config)
+
+    MODELS_CONFIG_MAP[architecture] = Checked

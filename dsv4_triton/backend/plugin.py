@@ -11,6 +11,7 @@ from importlib.metadata import entry_points
 ARCHITECTURE = "DeepseekV4ForCausalLM"
 MODEL_CLASS = "dsv4_triton.model.causal_lm:TritonDeepseekV4ForCausalLM"
 BACKEND_CLASS = "dsv4_triton.backend.attention_backend.TritonDsaBackend"
+CONFIG_CHECK = "dsv4_triton.backend.limits:check"
 API_EXTENSION = "dsv4_triton.backend.api_server:answer_client_errors"
 HOST_PLATFORM_CLASS = "dsv4_triton.backend.platform_cpu.HostPlatform"
 
@@ -19,13 +20,14 @@ _probing_platforms = False
 
 
 def register() -> None:
-    """Register the model class, the attention backend `CUSTOM` and the HTTP server's extension with vLLM."""
+    """Register with vLLM the model class, the attention backend `CUSTOM`, and what checks options and requests."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from dsv4_triton.backend.compat import extend_api_server, pin_model
+    from dsv4_triton.backend.compat import check_first, extend_api_server, pin_model
 
     pin_model(ARCHITECTURE, MODEL_CLASS)
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND_CLASS)
+    check_first(ARCHITECTURE, CONFIG_CHECK)
     extend_api_server(ARCHITECTURE, API_EXTENSION)
 
 

@@ -14,8 +14,6 @@ from dsv4_triton.device import Family, RowFormat, family_of
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-DTYPES = (torch.bfloat16, torch.float32)
-
 
 @dataclass(frozen=True)
 class Serving:
@@ -28,23 +26,11 @@ class Serving:
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> Serving:
-        """Read `vllm_config`; ConfigError for whatever cannot be served, naming what it got and what is right."""
+        """Read `vllm_config`, which `limits.check` has passed; ConfigError for choices that exclude each other."""
         model_config = vllm_config.model_config
         model = ModelSettings.of(model_config.hf_config)
         options = Options.of(vllm_config.additional_config)
         dtype = model_config.dtype
-        if dtype not in DTYPES:
-            raise ConfigError(f"--dtype is {dtype}, DeepSeek-V4 runs in {' or '.join(map(str, DTYPES))}")
-        backend = vllm_config.attention_config.backend
-        if backend is not None and backend.name != "CUSTOM":
-            raise ConfigError(f"--attention-backend is {backend.name}, DeepSeek-V4 is served by CUSTOM only")
-        if model_config.quantization is not None:
-            raise ConfigError(
-                f"the checkpoint is quantised ({model_config.quantization}), only unquantised ones can be loaded"
-            )
-        if vllm_config.speculative_config is not None:
-            raise ConfigError("--speculative-config is set; speculative decoding is not supported")
-        _refuse_foreign_pages(vllm_config)
         device = family_of(vllm_config.device_config.device_type)
         exact = dtype == torch.float32
         cache = vllm_config.cache_config
@@ -79,16 +65,3 @@ def _check_cache_dtype(asked: str, stored: torch.dtype, family: Family) -> None:
     raise ConfigError(
         f"--kv-cache-dtype is {asked!r}, but family {family.name!r} keeps rows as {rows}{fp8}; use 'auto'"
     )
-
-
-def _refuse_foreign_pages(vllm_config: VllmConfig) -> None:
-    """Pages carry no mark of their layout, so nothing may bring in pages that another start or server has written."""
-    if vllm_config.kv_transfer_config is not None or vllm_config.cache_config.kv_offloading_size is not None:
-        raise ConfigError(
-            "--kv-transfer-config or --kv-offloading-size is set: pages that another start wrote under other options "
-            "could be read here, so KV connectors are not supported; the prefix cache of the server itself is"
-        )
-    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
-        raise ConfigError(
-            "--disable-hybrid-kv-cache-manager is set: the caches of DeepSeek-V4 have windows and blocks of their own"
-        )

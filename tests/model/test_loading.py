@@ -127,7 +127,7 @@ def ours(**options: str) -> dict[str, Any]:
         ({"index_topk": 4096}, {}, "index_topk is 4096"),
         ({}, {"additional_config": {"dsv4_triton": {"kv_fakequant": "on"}}}, "unknown option 'kv_fakequant'"),
         ({}, {"additional_config": {"dsv4_triton": {"index_format": 8}}}, "index_format got 8"),
-        ({}, {"dtype": "float16"}, "--dtype is torch.float16"),
+        ({}, {"dtype": "float16"}, "--dtype is float16"),
         ({}, {"kv_cache_dtype": "fp8"}, "--kv-cache-dtype is 'fp8'"),
         ({}, {"attention_backend": "CPU_ATTN"}, "--attention-backend is CPU_ATTN"),
         ({}, {"block_size": 32}, "--block-size is 32, .*geometry 'fine' .*\"fine\" takes 256"),
@@ -138,7 +138,7 @@ def ours(**options: str) -> dict[str, Any]:
         ({}, {"dtype": "bfloat16", "kv_cache_dtype": "bfloat16", **ours(device_family="a5")}, "'a5' keeps .* records"),
         ({}, {"kv_offloading_size": 1.0}, "KV connectors are not supported"),
         ({}, {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "KV connectors"),
-        ({}, {"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager is set"),
+        ({}, {"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager is True"),
     ],
 )
 def test_configurations_that_cannot_be_served(

@@ -1,0 +1,165 @@
+"""vLLM's options that cannot be served for DeepSeek-V4, as data; checked before vLLM's own checks and before loading.
+
+An option that is not named here works, or vLLM refuses it itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dsv4_triton.config import ConfigError, ModelSettings, Options
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One option: `field` is where VllmConfig keeps it, `takes` what of it can be served (None: unset)."""
+
+    option: str
+    field: str
+    takes: tuple[Any, ...]
+    reason: str
+
+    def check(self, vllm_config: VllmConfig) -> None:
+        """ConfigError for a value that cannot be served."""
+        value: Any = vllm_config
+        for name in self.field.split("."):
+            value = getattr(value, name, None)
+        if value in self.takes:
+            return
+        values = [_shown(choice) for choice in self.takes if choice is not None]
+        takes = f"it takes {' or '.join(values)}" if values else "leave it out"
+        shown = f"is {_shown(value)}" if isinstance(value, (str, int, float, torch.dtype)) else "is set"
+        raise ConfigError(f"{self.option} {shown}: {self.reason}; {takes}")
+
+
+LIMITS = (
+    Limit("--dtype", "model_config.dtype", (torch.bfloat16, torch.float32), "DeepSeek-V4 is defined in bf16"),
+    Limit(
+        "quantization_config of config.json or --quantization",
+        "model_config.quantization",
+        (None,),
+        "the checkpoint is quantised, and only weights in bf16 and fp32 can be loaded so far",
+    ),
+    Limit(
+        "--load-format",
+        "load_config.load_format",
+        ("auto", "hf", "safetensors", "fastsafetensors", "runai_streamer", "npcache", "pt", "dummy"),
+        "tensors are read by their official names and checked against config.json",
+    ),
+    Limit("--runner or --convert", "model_config.runner_type", ("generate",), "this model generates text"),
+    Limit("--model-impl", "model_config.model_impl", ("auto", "vllm"), "this plugin's model class serves DeepSeek-V4"),
+    Limit("--attention-backend", "attention_config.backend.name", (None, "CUSTOM"), "its attention is this plugin's"),
+    Limit("--enable-lora", "lora_config", (None,), "there are no LoRA layers in this model class"),
+    Limit("--speculative-config", "speculative_config", (None,), "speculative decoding is not supported"),
+    Limit(
+        "--enable-prompt-embeds",
+        "model_config.enable_prompt_embeds",
+        (False,),
+        "the first layers choose their experts by token id, which an embedding does not have",
+    ),
+    Limit(
+        "--enable-return-routed-experts",
+        "model_config.enable_return_routed_experts",
+        (False,),
+        "the router does not record its choices",
+    ),
+    Limit(
+        "--disable-sliding-window",
+        "model_config.disable_sliding_window",
+        (False,),
+        "every layer attends to a window and to compressed rows, neither of which can be left out",
+    ),
+    Limit(
+        "--kv-transfer-config",
+        "kv_transfer_config",
+        (None,),
+        "pages that another start wrote under other options could be read here, so KV connectors are not supported; "
+        "the prefix cache of the server itself is",
+    ),
+    Limit(
+        "--kv-offloading-size",
+        "cache_config.kv_offloading_size",
+        (None,),
+        "pages that another start wrote under other options could be read here, so KV connectors are not supported; "
+        "the prefix cache of the server itself is",
+    ),
+    Limit("--ec-transfer-config", "ec_transfer_config", (None,), "the model reads text only and has no encoder"),
+    Limit(
+        "--kv-sharing-fast-prefill",
+        "cache_config.kv_sharing_fast_prefill",
+        (False,),
+        "no layer reads another layer's cache",
+    ),
+    Limit(
+        "--disable-hybrid-kv-cache-manager",
+        "scheduler_config.disable_hybrid_kv_cache_manager",
+        (None, False),
+        "the caches of DeepSeek-V4 have windows and blocks of their own",
+    ),
+    Limit(
+        "--pipeline-parallel-size",
+        "parallel_config.pipeline_parallel_size",
+        (1,),
+        "the layers cannot be divided into stages; --tensor-parallel-size divides each layer",
+    ),
+    Limit(
+        "--enable-expert-parallel",
+        "parallel_config.enable_expert_parallel",
+        (False,),
+        "every process has all experts; --tensor-parallel-size divides each of them",
+    ),
+    Limit(
+        "--decode-context-parallel-size",
+        "parallel_config.decode_context_parallel_size",
+        (1,),
+        "every process keeps the whole cache",
+    ),
+    Limit(
+        "--prefill-context-parallel-size",
+        "parallel_config.prefill_context_parallel_size",
+        (1,),
+        "every process keeps the whole cache",
+    ),
+    Limit("--enable-dbo", "parallel_config.enable_dbo", (False,), "a step's metadata is built for the whole batch"),
+    Limit("--ubatch-size", "parallel_config.ubatch_size", (0, 1), "a step's metadata is built for the whole batch"),
+    Limit(
+        "--moe-backend",
+        "kernel_config.moe_backend",
+        ("auto",),
+        "the experts are this plugin's Triton kernels",
+    ),
+    Limit(
+        "--cpu-offload-gb",
+        "offload_config.uva.cpu_offload_gb",
+        (0,),
+        "kernels read the weights where the model runs",
+    ),
+    Limit(
+        "--offload-group-size",
+        "offload_config.prefetch.offload_group_size",
+        (0,),
+        "kernels read the weights where the model runs",
+    ),
+)
+
+
+def check(vllm_config: VllmConfig) -> None:
+    """ConfigError for a checkpoint or an option that cannot be served, as far as that shows without a device."""
+    for limit in LIMITS:
+        limit.check(vllm_config)
+    Options.of(vllm_config.additional_config)
+    model = ModelSettings.of(vllm_config.model_config.hf_config)
+    shards = vllm_config.parallel_config.tensor_parallel_size
+    for name, size in (("o_groups", model.o_groups), ("moe_intermediate_size", model.moe_intermediate)):
+        if size % shards:
+            raise ConfigError(f"--tensor-parallel-size is {shards}, it must divide {name} of config.json ({size})")
+
+
+def _shown(value: Any) -> str:
+    return str(value).removeprefix("torch.")

@@ -1,0 +1,116 @@
+"""vLLM's options that cannot be served: each refused by name, before vLLM's own checks and before loading."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4_triton.backend.limits import LIMITS, Limit
+from dsv4_triton.config import ConfigError
+from dsv4_triton.demo.checkpoint import DemoSettings, model_config, write_checkpoint
+
+WORKS = {
+    "model_config.dtype": [torch.bfloat16, torch.float32],
+    "load_config.load_format": ["auto", "safetensors", "dummy"],
+    "model_config.runner_type": ["generate"],
+    "model_config.model_impl": ["auto", "vllm"],
+    "attention_config.backend.name": [None, "CUSTOM"],
+    "kernel_config.moe_backend": ["auto"],
+    "parallel_config.ubatch_size": [0],
+    "scheduler_config.disable_hybrid_kv_cache_manager": [None, False],
+}
+"""Values that are served; of options that are not listed here None, False, 0 or 1, the ones that mean off."""
+REFUSED = {
+    "model_config.dtype": (torch.float16, "--dtype is float16: .*; it takes bfloat16 or float32"),
+    "model_config.quantization": (
+        "deepseek_v4_fp8",
+        "--quantization is deepseek_v4_fp8: .* bf16 and fp32 .*leave it out",
+    ),
+    "load_config.load_format": ("gguf", "--load-format is gguf: .*; it takes auto or hf or safetensors"),
+    "model_config.runner_type": ("pooling", "--runner or --convert is pooling: .*; it takes generate"),
+    "model_config.model_impl": ("transformers", "--model-impl is transformers: .*; it takes auto or vllm"),
+    "attention_config.backend.name": ("FLASHMLA", "--attention-backend is FLASHMLA: .*; it takes CUSTOM"),
+    "kernel_config.moe_backend": ("triton", "--moe-backend is triton: .*; it takes auto"),
+    "parallel_config.pipeline_parallel_size": (2, "--pipeline-parallel-size is 2: .*; it takes 1"),
+    "offload_config.uva.cpu_offload_gb": (0.5, "--cpu-offload-gb is 0.5: .*; it takes 0"),
+    "parallel_config.enable_expert_parallel": (True, "--enable-expert-parallel is True: .*; it takes False"),
+    "lora_config": (SimpleNamespace(rank=8), "--enable-lora is set: .*; leave it out"),
+    "kv_transfer_config": (SimpleNamespace(), "--kv-transfer-config is set: .*not supported.*; leave it out"),
+    "speculative_config": (SimpleNamespace(), "--speculative-config is set: .*; leave it out"),
+}
+
+
+def config_with(field: str, value: Any) -> Any:
+    """A config that has only this field."""
+    for name in reversed(field.split(".")):
+        value = SimpleNamespace(**{name: value})
+    return value
+
+
+@pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.field)
+def test_a_limit_takes_what_works_and_nothing_else(limit: Limit) -> None:
+    off = [value for value in (None, False, 0, 1) if value in limit.takes]
+    works = WORKS.get(limit.field, off)
+    assert works
+    for value in works:
+        limit.check(config_with(limit.field, value))
+    value, says = REFUSED.get(limit.field, (7, f"^{limit.option} is 7: "))
+    with pytest.raises(ConfigError, match=says):
+        limit.check(config_with(limit.field, value))
+
+
+def test_limits_are_where_vllm_keeps_the_options(tmp_path: Path) -> None:
+    """A field that moves with a new vLLM would be read as unset."""
+    config = engine_config(tmp_path, {}, {})
+    for limit in LIMITS:
+        *path, name = limit.field.split(".")
+        if path == ["attention_config", "backend"]:
+            assert config.attention_config.backend is None
+            continue
+        part = config
+        for step in path:
+            part = getattr(part, step)
+        assert hasattr(part, name), limit.field
+
+
+def engine_config(folder: Path, config: dict[str, Any], arguments: dict[str, Any]) -> Any:
+    """What `vllm serve` makes of a checkpoint with these fields in config.json, and of these options."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    settings = DemoSettings(ratios=(0,), hash_layers=0, mtp_layers=0, experts=6, hidden=64, intermediate=32)
+    write_checkpoint(folder / "model", settings)
+    (folder / "model" / "config.json").write_text(json.dumps(model_config(settings) | config))
+    return EngineArgs(
+        model=str(folder / "model"), **({"dtype": "float32", "enforce_eager": True} | arguments)
+    ).create_engine_config()
+
+
+FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}}
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "says"),
+    [
+        (FP8, {}, r"quantization_config of config\.json .* is deepseek_v4_fp8: .* bf16 and fp32"),
+        (FP8, {"dtype": "bfloat16"}, r"quantization_config of config\.json .* is deepseek_v4_fp8: .* bf16 and fp32"),
+        ({}, {"quantization": "awq"}, "--quantization is awq: "),
+        ({}, {"pipeline_parallel_size": 2}, "--pipeline-parallel-size is 2: "),
+        ({}, {"enable_lora": True}, "--enable-lora is set: "),
+        (
+            {},
+            {"tensor_parallel_size": 4},
+            r"--tensor-parallel-size is 4, it must divide o_groups of config\.json \(2\)",
+        ),
+        ({}, {"runner": "pooling"}, "--runner or --convert is pooling: "),
+        ({"hc_mult": 3}, {"dtype": "bfloat16"}, "hc_mult is 3"),
+    ],
+    ids=["fp8 fp32", "fp8 bf16", "awq", "pipeline", "lora", "tensor-parallel", "pooling", "model"],
+)
+def test_our_message_comes_first(tmp_path: Path, config: dict[str, Any], arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        engine_config(tmp_path, config, arguments)
