@@ -67,12 +67,13 @@ def store_record(rope_ptr, byte_ptr, offset, groups, a, b):
 
 
 @triton.jit
-def dequantise_rows(data, tail, ROWS: tl.constexpr):
-    """fp32 `[ROWS, 512]` of int8 `data [ROWS, 512]`, records from byte 128 on, and `tail [ROWS, 64]`, from byte 576 on.
+def dequantise_rows(data, ROWS: tl.constexpr):
+    """fp32 `[ROWS, 512]` of int8 `data [ROWS, 512]`, records from byte 128 on.
 
-    Columns 448 to 511 become values without a meaning (NaN included). The tail is a load of its own, because the A5
-    compiler does not end on a slice of `data`.
+    Columns 448 to 511 become values without a meaning (NaN included). The scales are sliced out of a three-dimensional
+    view, because triton-ascend 3.2.0 does not end on a slice of `data` itself.
     """
+    tail = tl.reshape(extract_slice(tl.reshape(data, (ROWS, 8, 64)), (0, 7, 0), (ROWS, 1, 64), (1, 1, 1)), (ROWS, 64))
     biased = extract_slice(tail.to(tl.int32) & 0xFF, (0, 0), (ROWS, 8), (1, 1))
     scale = tl.reshape((biased << 23).to(tl.float32, bitcast=True), (ROWS * 8, 1))
     values = data.to(tl.float8e4nv, bitcast=True).to(tl.float32)

@@ -12,8 +12,9 @@ and for at least that many: products may then read whole tiles.
 Caches hold plain rows (512 values of the output's dtype) or records of 640 bytes (`_rows`), which are decoded: exactly,
 since a product of e4m3 value and power of two fits bf16.
 
-Grid: persistent over (token, block of columns), vector cores only; one row DMA per plain row, three per record. UB: 32
-bf16 rows in at most four buffers, 166 KB. Source: gather and fused row kernel of the project's design study.
+Grid: persistent over (token, block of columns), vector cores only; a transfer per run of rows in a page, or per
+row that is listed or lies in smaller pages; two where rows are records. UB: 32 bf16 rows in at most four buffers,
+166 KB. Source: gather and fused row kernel of the project's design study.
 """
 
 import torch
@@ -24,7 +25,6 @@ from dsv4_triton.device import family_of
 from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor, output
 from dsv4_triton.kernels._rows import (
     HEAD_DIM,
-    TAIL_AT,
     VALUES_AT,
     check_rows,
     dequantise_rows,
@@ -56,79 +56,109 @@ def _listed_pages(table_ptr, at, last, PAGE: tl.constexpr, SHIFT: tl.constexpr, 
 
 
 @triton.jit
-def _run_pages(table_ptr, first, last, j, ALIGNED: tl.constexpr, PAGE: tl.constexpr, COLS: tl.constexpr):
+def _pages_of_run(table_ptr, first, last, j, ALIGNED: tl.constexpr, PAGE: tl.constexpr, COLS: tl.constexpr):
     """Pages of COLS rows from `first` on, up to `last`; ALIGNED: `first` is a multiple of COLS."""
-    last = tl.minimum(last, first + COLS - 1)
-    if PAGE >= COLS:
-        page = tl.load(table_ptr + first // PAGE)
-        following = tl.load(table_ptr + last // PAGE)
-        return page + (following - page) * tl.minimum(tl.maximum(first % PAGE + j - (PAGE - 1), 0), 1)
-    elif ALIGNED and COLS % PAGE == 0:
+    if ALIGNED and COLS % PAGE == 0:
         entry = tl.arange(0, COLS // PAGE)
-        page = tl.load(table_ptr + first // PAGE + entry, mask=entry <= last // PAGE - first // PAGE, other=0)
+        there = entry <= tl.minimum(last, first + COLS - 1) // PAGE - first // PAGE
+        page = tl.load(table_ptr + first // PAGE + entry, mask=there, other=0)
         return tl.reshape(tl.broadcast_to(page[:, None], (COLS // PAGE, PAGE)), (COLS,))
     else:
         return tl.load(table_ptr + tl.minimum(first + j, last) // PAGE)
 
 
 @triton.jit
-def _places(page, page_stride, at, PAGE: tl.constexpr, WIDTH: tl.constexpr):
-    """Where the rows `at` begin, and that a row in its page may have any length."""
-    return (tl.maximum(page, 0).to(tl.int64) * page_stride + (at % PAGE) * WIDTH)[:, None]
+def _load_row(bf16_ptr, byte_ptr, bf16_place, place, COLS: tl.constexpr):
+    """COLS records: all but the rotary part, decoded, and the rotary part."""
+    data = tl.load(byte_ptr + place + VALUES_AT + tl.arange(0, 512)[None, :])
+    return dequantise_rows(data, COLS), tl.load(bf16_ptr + bf16_place + tl.arange(0, 64)[None, :]).to(tl.float32)
 
 
 @triton.jit
-def _copy_plain(cache_ptr, place, valid, whole, rows_ptr, COLS: tl.constexpr):
-    """Copy COLS rows; only a block with holes pays for the mask."""
-    dim = tl.arange(0, 512)[None, :]
-    target = rows_ptr + tl.arange(0, COLS)[:, None] * 512 + dim
-    if whole:
-        tl.store(target, tl.load(cache_ptr + place + dim))
-    else:
-        tl.store(target, tl.load(cache_ptr + place + dim, mask=valid[:, None], other=0.0))
-
-
-@triton.jit
-def _copy_records(bf16_ptr, byte_ptr, bf16_place, place, valid, rows_ptr, COLS: tl.constexpr):
-    """Decode COLS records: all but the rotary part at once, then the rotary part."""
+def _store_row(rows_ptr, values, rope, stored, COLS: tl.constexpr):
+    """The first `stored` of COLS decoded rows."""
     dtype = rows_ptr.dtype.element_ty
+    row = tl.arange(0, COLS)[:, None]
     dim = tl.arange(0, 512)[None, :]
-    target = tl.arange(0, COLS)[:, None] * 512
-    lane = tl.arange(0, 64)[None, :]
-    tail = tl.load(byte_ptr + place + TAIL_AT + lane)
-    rows = dequantise_rows(tl.load(byte_ptr + place + VALUES_AT + dim), tail, COLS)
-    tl.store(rows_ptr + target + dim, tl.where(valid[:, None], rows, 0.0).to(dtype), mask=dim < 448)
-    rope = tl.load(bf16_ptr + bf16_place + lane)
-    tl.store(rows_ptr + target + 448 + lane, tl.where(valid[:, None], rope.to(tl.float32), 0.0).to(dtype))
+    tl.store(rows_ptr + row * 512 + dim, values.to(dtype), mask=(row < stored) & (dim < 448))
+    tl.store(rows_ptr + row * 512 + 448 + tl.arange(0, 64)[None, :], rope.to(dtype), mask=row < stored)
 
 
 @triton.jit
-def _copy(
+def _copy_listed(
     cache_ptr, byte_ptr, page, page_stride, at, valid, whole, rows_ptr,
     RECORD: tl.constexpr, PAGE: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Copy the rows `at`, which lie in the pages `page`."""
+    """Copy the rows `at`, each of its page in `page`; only a block with holes pays for the mask."""
+    page = tl.maximum(page, 0).to(tl.int64)
+    row = at % PAGE
     if RECORD:
-        bf16_place = _places(page, page_stride // 2, at, PAGE, 320)
-        _copy_records(cache_ptr, byte_ptr, bf16_place, _places(page, page_stride, at, PAGE, 640), valid, rows_ptr, COLS)
+        bf16_place = (page * (page_stride // 2) + row * 320)[:, None]
+        values, rope = _load_row(cache_ptr, byte_ptr, bf16_place, (page * page_stride + row * 640)[:, None], COLS)
+        if whole:
+            _store_row(rows_ptr, values, rope, COLS, COLS)
+        else:
+            there = valid[:, None]
+            _store_row(rows_ptr, tl.where(there, values, 0.0), tl.where(there, rope, 0.0), COLS, COLS)
     else:
-        _copy_plain(cache_ptr, _places(page, page_stride, at, PAGE, 512), valid, whole, rows_ptr, COLS)
+        dim = tl.arange(0, 512)[None, :]
+        source = cache_ptr + (page * page_stride + row * 512)[:, None] + dim
+        target = rows_ptr + tl.arange(0, COLS)[:, None] * 512 + dim
+        if whole:
+            tl.store(target, tl.load(source))
+        else:
+            tl.store(target, tl.load(source, mask=valid[:, None], other=0.0))
 
 
 @triton.jit
-def _copy_from_one_page(
-    cache_ptr, byte_ptr, page, page_stride, row, valid, whole, rows_ptr, RECORD: tl.constexpr, COLS: tl.constexpr
+def _copy_together(
+    cache_ptr, byte_ptr, page, page_stride, first, count, stored, rows_ptr, RECORD: tl.constexpr, COLS: tl.constexpr
 ):
-    """Copy COLS rows of one page from row `row` of it on: they lie together."""
-    j = tl.arange(0, COLS)[:, None]
+    """Copy rows first..first+count-1 of a page, and zeros into the others of the first `stored` of COLS."""
     page = tl.cast(tl.maximum(page, 0), tl.int64)
+    row = tl.arange(0, COLS)[:, None]
+    dim = tl.arange(0, 512)[None, :]
     if RECORD:
-        _copy_records(
-            cache_ptr + page * (page_stride // 2) + row * 320, byte_ptr + page * page_stride + row * 640, j * 320,
-            j * 640, valid, rows_ptr, COLS,
-        )  # fmt: skip
+        lane = tl.arange(0, 64)[None, :]
+        place = byte_ptr + page * page_stride + first * 640 + row * 640
+        data = tl.load(place + VALUES_AT + dim, mask=row < count, other=0)
+        rope_place = cache_ptr + page * (page_stride // 2) + first * 320 + row * 320
+        rope = tl.load(rope_place + lane, mask=row < count, other=0.0)
+        _store_row(rows_ptr, dequantise_rows(data, COLS), rope.to(tl.float32), stored, COLS)
     else:
-        _copy_plain(cache_ptr + page * page_stride + row * 512, j * 512, valid, whole, rows_ptr, COLS)
+        source = cache_ptr + page * page_stride + first * 512 + row * 512 + dim
+        tl.store(rows_ptr + row * 512 + dim, tl.load(source, mask=row < count, other=0.0), mask=row < stored)
+
+
+@triton.jit
+def _copy_run(
+    cache_ptr, byte_ptr, table_ptr, page_stride, first, last, count, rows_ptr,
+    ALIGNED: tl.constexpr, RECORD: tl.constexpr, PAGE: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Copy COLS rows from `first` on, of which `count` exist; `last` is the last that exists at all.
+
+    ALIGNED: `first` is a multiple of COLS.
+    """
+    if PAGE >= COLS:
+        here = PAGE - first % PAGE
+        page = tl.load(table_ptr + first // PAGE)
+        _copy_together(
+            cache_ptr, byte_ptr, page, page_stride, first % PAGE, tl.minimum(count, here), here, rows_ptr, RECORD, COLS
+        )
+        if not ALIGNED or PAGE % COLS != 0:
+            if here < COLS:
+                page = tl.load(table_ptr + tl.minimum(last, first + COLS - 1) // PAGE)
+                _copy_together(
+                    cache_ptr, byte_ptr, page, page_stride, 0, count - here, COLS - here, rows_ptr + here * 512,
+                    RECORD, COLS,
+                )  # fmt: skip
+    else:
+        j = tl.arange(0, COLS)
+        page = _pages_of_run(table_ptr, first, last, j, ALIGNED, PAGE, COLS)
+        _copy_listed(
+            cache_ptr, byte_ptr, page, page_stride, tl.minimum(first + j, last), j < count, count >= COLS, rows_ptr,
+            RECORD, PAGE, COLS,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -148,11 +178,11 @@ def _gather_rows_kernel(
     WINDOW_COLS: tl.constexpr, COLS: tl.constexpr, SHIFT: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
     """`pick_ptr`: indices [tokens, width] if SELECTED, else n_vis [tokens]. RECORD: caches are bf16 and byte views."""
-    blocks = columns // COLS
     j = tl.arange(0, COLS)
-    for item in range(tl.program_id(0), tokens * blocks, tl.num_programs(0)):
-        t = item // blocks
-        column = item % blocks * COLS
+    for item in range(tl.program_id(0), tokens * (columns // COLS), tl.num_programs(0)):
+        # Tokens first: the blocks of a token differ in cost, and every program gets some of each.
+        t = item % tokens
+        column = item // tokens * COLS
         place = tl.cast(t, tl.int64) * columns + column
         rows = rows_ptr + place * 512
         bias = bias_ptr + place + j
@@ -164,10 +194,9 @@ def _gather_rows_kernel(
             count = position + 1 - first
             first = tl.minimum(first, last)
             tl.store(bias, _prefix_bias(j, count))
-            table = window_table_ptr + req * table_stride
-            _copy(
-                window_ptr, window_byte_ptr, _run_pages(table, first, last, j, False, PAGE, COLS), page_stride,
-                tl.minimum(first + j, last), j < count, count >= COLS, rows, RECORD, PAGE, COLS,
+            _copy_run(
+                window_ptr, window_byte_ptr, window_table_ptr + req * table_stride, page_stride, first, last, count,
+                rows, False, RECORD, PAGE, COLS,
             )  # fmt: skip
         else:
             column -= WINDOW_COLS
@@ -184,7 +213,9 @@ def _gather_rows_kernel(
                     whole = tl.min(at, axis=0) >= 0
                     at = tl.maximum(at, 0)
                     page = _listed_pages(table, at, tl.max(at, axis=0), CMP_PAGE, SHIFT, TABLE)
-                    _copy(cmp_ptr, cmp_byte_ptr, page, cmp_page_stride, at, valid, whole, rows, RECORD, CMP_PAGE, COLS)
+                    _copy_listed(
+                        cmp_ptr, cmp_byte_ptr, page, cmp_page_stride, at, valid, whole, rows, RECORD, CMP_PAGE, COLS
+                    )
             else:
                 count = tl.load(pick_ptr + t)
                 if position < 0:
@@ -195,17 +226,10 @@ def _gather_rows_kernel(
                     first = tl.minimum(column, last // COLS * COLS)
                     count -= column
                     tl.store(bias, _prefix_bias(j, count))
-                    if CMP_PAGE % COLS == 0:
-                        _copy_from_one_page(
-                            cmp_ptr, cmp_byte_ptr, tl.load(table + first // CMP_PAGE), cmp_page_stride,
-                            first % CMP_PAGE, j < count, count >= COLS, rows, RECORD, COLS,
-                        )  # fmt: skip
-                    else:
-                        _copy(
-                            cmp_ptr, cmp_byte_ptr, _run_pages(table, first, last, j, True, CMP_PAGE, COLS),
-                            cmp_page_stride, tl.minimum(first + j, last), j < count, count >= COLS, rows, RECORD,
-                            CMP_PAGE, COLS,
-                        )  # fmt: skip
+                    _copy_run(
+                        cmp_ptr, cmp_byte_ptr, table, cmp_page_stride, first, last, count, rows, True, RECORD,
+                        CMP_PAGE, COLS,
+                    )  # fmt: skip
 
 
 def window_columns(window: int) -> int:

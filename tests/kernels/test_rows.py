@@ -22,8 +22,7 @@ def _unpack_kernel(byte_ptr, y_ptr, ROWS: tl.constexpr):
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, 512)[None, :]
     data = tl.load(byte_ptr + row * 640 + 128 + column)
-    tail = tl.load(byte_ptr + row * 640 + 576 + tl.arange(0, 64)[None, :])
-    tl.store(y_ptr + row * 512 + column, _rows.dequantise_rows(data, tail, ROWS))
+    tl.store(y_ptr + row * 512 + column, _rows.dequantise_rows(data, ROWS))
 
 
 def hard_rows(count: int, dtype: torch.dtype) -> torch.Tensor:
