@@ -10,6 +10,7 @@ the cube, the vector units and the transfer engines do. Nothing is measured: doc
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
@@ -35,6 +36,10 @@ _EVALUATION_BUDGET = 300_000
 _PROGRAM_WORK = 10
 """What a program costs besides its loops, in iterations."""
 _MIN_SAMPLE = 4
+
+
+_lock = threading.Lock()
+"""Generated functions count in cells that they share."""
 
 
 class _Compiled:
@@ -103,16 +108,24 @@ def count(
 
     hivm: the module printed before `convert-hivm-to-std`. grid: programs along x, y, z. arguments: the run-time
     parameters by name, in the kernel's order and without those that its specialisation folded: CPU tensors and
-    numbers. Integer tensors are read, unless `unwritten` names them. `CostError` when the text cannot be counted or the
-    arguments are not the kernel's.
+    numbers. Integer tensors are read, unless `unwritten` names them. `CostError` when the text cannot be counted, is
+    for other cores than the family's, or the arguments are not the kernel's.
     """
+    cores = re.search(r'"CUBE_CORE_COUNT", (\d+)', hivm)
+    if cores and int(cores[1]) != family.cube_cores:
+        raise CostError(f"the HIVM text is for {cores[1]} cube cores, family {family.name} has {family.cube_cores}")
+    with _lock:
+        return _count(hivm, grid, arguments, set(unwritten))
+
+
+def _count(hivm: str, grid: tuple[int, ...], arguments: Mapping[str, Any], unwritten: set[str]) -> Facts:
     compiled = _compiled(hivm)
     x, y, z = (*grid, 1, 1)[:3]
     grid3 = (x, y, z)
     programs = x * y * z
     cores: dict[str, Core] = {}
     assumed: dict[str, int] = {}
-    plan = _Plan(compiled, arguments, grid3, set(unwritten))
+    plan = _Plan(compiled, arguments, grid3, unwritten)
     uniform = not any(compiled.depends(core, "hivm.hir.get_block_idx") for core in compiled.kernel.entries)
     blocks = [0] if uniform else plan.choose(programs)
     for core in compiled.kernel.entries:

@@ -102,6 +102,8 @@ def test_arguments_that_are_not_the_kernels() -> None:
         count(text, A2, (48,), {"x": x, "o": x, "n": 4})
     with pytest.raises(CostError, match="argument o is int"):
         count(text, A2, (48,), {"x": x, "o": 4})
+    with pytest.raises(CostError, match="for 24 cube cores, family a5 has 32"):
+        count(text, A5, (48,), {"x": x, "o": x})
     with pytest.raises(CostError, match="generic form"):
         count("module {}", A2, (1,), {})
 
