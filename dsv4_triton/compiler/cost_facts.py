@@ -39,7 +39,8 @@ class Facts:
     """What a launch does. Core kinds: "aic" (cube), "aiv" (vector) or, in a mixed kernel, "aiv0" and "aiv1".
 
     blocks: numbers of the evaluated programs, as the device counts them; all rows of `cores` follow this order. One row
-    for all programs where none differs from another; fewer than `programs` where a large grid is sampled (totals are then scaled).
+    for all programs where none differs from another; fewer than `programs` where a large grid is sampled (totals are
+    then scaled).
     argument_bytes: sizes of the tensor arguments by name.
     unrolled: items that cube and vector cores of a mixed kernel pipeline, 0 for none.
     assumed: decisions on values that could not be known, with how often. unsupported: operations that are not counted.
