@@ -42,6 +42,8 @@ class Speed:
     """[guide] for A2; A3 the same [assumed]; A5 [config: ddr_rate times cores, which is also what Huawei announced]."""
     l2_bytes_per_second: float
     """All cores at l2_read_rate [config]; the guide says about 7 TB/s for reads and writes together on A2."""
+    l2_bytes: int
+    """[config: l2_size]"""
     gm_l1: int
     """Bytes per cycle from global memory into L1 [config: l2_read_rate]."""
     gm_ub: int
@@ -77,15 +79,18 @@ _INT8_FP16 = {"bf16": 4096, "f16": 4096, "f32": 1024, "i8": 8192}
 
 A2_SPEED = Speed(
     clock_hz=1.80e9, macs_per_cycle=_INT8_FP16, hbm_bytes_per_second=1.6e12, l2_bytes_per_second=24 * 110 * 1.80e9,
+    l2_bytes=192 * KiB * KiB,
     gm_l1=110, gm_ub=64, ub_gm=64, l0c_gm=86, l0c_ub=256, ub_l1=128, l1_l0a=512, l1_l0b=256,
 )  # fmt: skip
 A3_SPEED = Speed(
     clock_hz=1.85e9, macs_per_cycle=_INT8_FP16, hbm_bytes_per_second=1.6e12, l2_bytes_per_second=24 * 110 * 1.85e9,
+    l2_bytes=192 * KiB * KiB,
     gm_l1=110, gm_ub=64, ub_gm=64, l0c_gm=86, l0c_ub=256, ub_l1=128, l1_l0a=512, l1_l0b=256,
 )  # fmt: skip
 A5_SPEED = Speed(
     clock_hz=1.65e9, macs_per_cycle={**_INT8_FP16, "f8E4M3FN": 8192, "f8E5M2": 8192},
     hbm_bytes_per_second=32 * 31 * 1.65e9, l2_bytes_per_second=32 * 100 * 1.65e9,
+    l2_bytes=128 * KiB * KiB,
     gm_l1=100, gm_ub=100, ub_gm=42, l0c_gm=100, l0c_ub=128, ub_l1=128, l1_l0a=256, l1_l0b=256,
 )  # fmt: skip
 

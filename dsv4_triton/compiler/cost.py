@@ -29,13 +29,23 @@ from dsv4_triton.compiler.cost_rules import Rules
 from dsv4_triton.compiler.cost_slice import Slice
 from dsv4_triton.device import Family
 
-__all__ = ["Counts", "Estimate", "Facts", "Work", "arguments_of", "count", "estimate"]
+__all__ = ["Counts", "Estimate", "Facts", "Work", "arguments_of", "count", "estimate", "scratch_of"]
 
 _EVALUATION_BUDGET = 300_000
 """Loop iterations that are evaluated before programs are sampled: a few seconds."""
 _PROGRAM_WORK = 10
 """What a program costs besides its loops, in iterations."""
 _MIN_SAMPLE = 4
+
+
+def scratch_of(launch: Any, kept: Iterable[torch.Tensor]) -> set[str]:
+    """Names of a recorded launch's tensors that share no memory with `kept`, an op's own arguments and results."""
+    storages = {tensor.untyped_storage().data_ptr() for tensor in kept}
+    return {
+        name
+        for name, value in arguments_of(launch).items()
+        if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() not in storages
+    }
 
 
 _lock = threading.Lock()

@@ -5,6 +5,7 @@ The model is docs/cost_model.md; its constants are `Family.speed`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -81,8 +82,12 @@ def minimum_seconds(work: Work, family: Family) -> float:
     return seconds
 
 
-def estimate(facts: Facts, family: Family, minimum: Work | None = None) -> Estimate:
-    """Time of a launch, and its ratio to the least that the job needs; `ValueError` for a family without rates."""
+def estimate(facts: Facts, family: Family, minimum: Work | None = None, *, resident: Iterable[str] = ()) -> Estimate:
+    """Time of a launch, and its ratio to the least that the job needs; `ValueError` for a family without rates.
+
+    resident: arguments that stay in L2 between launches, such as scratch that one launch writes and the next one
+    reads; they count as memory traffic only where they are together larger than L2.
+    """
     speed = _speed(family)
     slots = family.vector_cores if set(facts.cores) == {"aiv"} else family.cube_cores
     spread = {
@@ -98,10 +103,14 @@ def estimate(facts: Facts, family: Family, minimum: Work | None = None) -> Estim
         for resource, values in part.items():
             resources[resource] = max(resources.get(resource, 0.0), float(values.max()) / speed.clock_hz)
     total = facts.launch()
+    kept = set(resident)
+    if sum(facts.argument_bytes.get(name, 0) for name in kept) > speed.l2_bytes:
+        kept = set()
     hbm_bytes = sum(
         min(number, facts.argument_bytes.get(name, number))
         for kind in ("read", "write")
         for name, number in total.by(kind).items()
+        if name not in kept
     )
     l2_bytes = sum(n for path, n in total.by("moved").items() if any(part in path for part in _CHIP_WIDE))
     resources["hbm"] = hbm_bytes / speed.hbm_bytes_per_second

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from dsv4_triton.compiler.cost import Facts, arguments_of, count, estimate
+from dsv4_triton.compiler.cost import Facts, arguments_of, count, estimate, scratch_of
 from dsv4_triton.compiler.cost_estimate import minimum_seconds
 from dsv4_triton.compiler.cost_facts import Core
 from dsv4_triton.compiler.cost_ir import CostError
@@ -218,6 +218,21 @@ def test_memory_traffic_counts_what_is_read_again_once() -> None:
     assert result.resources["l2"] == pytest.approx(24 * (1 << 20) / (24 * 110 * 1.8e9))
     unbounded = estimate(facts_from({"aic": rows}), A2)
     assert unbounded.hbm_bytes == 24 << 20 and unbounded.resource == "hbm"
+
+
+def test_scratch_that_fits_stays_in_the_cache() -> None:
+    rows = [{("read", "scratch"): 1 << 20, ("read", "x"): 1 << 10, ("write", "scratch"): 1 << 20}] * 8
+    facts = facts_from({"aiv": rows}, argument_bytes={"scratch": 8 << 20, "x": 8 << 10})
+    assert estimate(facts, A2).hbm_bytes == (16 << 20) + (8 << 10)
+    assert estimate(facts, A2, resident={"scratch"}).hbm_bytes == 8 << 10
+    large = facts_from({"aiv": rows}, argument_bytes={"scratch": 200 << 20, "x": 8 << 10})
+    assert estimate(large, A2, resident={"scratch"}).hbm_bytes == (16 << 20) + (8 << 10)
+
+
+def test_scratch_is_what_the_op_does_not_own() -> None:
+    x, scratch = torch.empty(48 * 2048), torch.empty(48 * 2048)
+    launch = record(A2, kernels.clamp, (48,), x[:], scratch, B=2048, PROPAGATE=True)
+    assert scratch_of(launch, [x]) == {"o"}
 
 
 def test_cube_and_vector_cores_take_turns_without_a_pipeline() -> None:
