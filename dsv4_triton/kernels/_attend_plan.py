@@ -254,6 +254,14 @@ def value_width(split: Split, tokens: int, heads: int, cores: int) -> int:
     return width
 
 
+def softmax_heads(split: Split, chunks: int, heads: int, cores: int) -> int:
+    """Heads of an item of the softmax: few enough that `chunks` of all tokens give every core something to do."""
+    block = split.SOFTMAX_HEADS
+    while block > 8 and chunks * -(-heads // block) < cores:
+        block //= 2
+    return block
+
+
 def _power_of_2_below(n: int) -> int:
     return 1 << (n.bit_length() - 1)
 

@@ -30,7 +30,17 @@ import torch
 
 from dsv4_triton.device import Family, family_of
 from dsv4_triton.kernels import _attend, _attend_split
-from dsv4_triton.kernels._attend_plan import HEAD_DIM, Call, Plan, Split, Tiling, limits, plan, value_width
+from dsv4_triton.kernels._attend_plan import (
+    HEAD_DIM,
+    Call,
+    Plan,
+    Split,
+    Tiling,
+    limits,
+    plan,
+    softmax_heads,
+    value_width,
+)
 from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor, output
 from dsv4_triton.kernels._rows import check_rows, is_record
 from dsv4_triton.kernels._tiling import next_power_of_2
@@ -120,11 +130,12 @@ class _Tokens:
         )  # fmt: skip
         slots, final = plan.slots or 1, not plan.slots
         values, lse = scratch.target(self.out, self.sink)
-        rows = tokens * slots * -(-heads // split.SOFTMAX_HEADS)
-        _attend_split.softmax_kernel[(min(rows, self.family.vector_cores),)](
+        block = softmax_heads(split, tokens * slots, heads, self.family.vector_cores)
+        items = tokens * slots * -(-heads // block)
+        _attend_split.softmax_kernel[(min(items, self.family.vector_cores),)](
             scratch.scores, scratch.bias, self.sink, self.positions, n_vis, scratch.weights, lse, tokens, heads,
             plan.gathered, *bounds, slots, self.scale,
-            COUNTED=counted, FINAL=final, CHUNK=split.CHUNK, HEADS=split.SOFTMAX_HEADS,
+            COUNTED=counted, FINAL=final, CHUNK=split.CHUNK, HEADS=block,
         )  # fmt: skip
         width = value_width(split, tokens, heads, cubes)
         items = tokens * -(-heads // split.VALUE_HEADS) * (HEAD_DIM // width)

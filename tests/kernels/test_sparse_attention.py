@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 
-from dsv4_triton.device import A2, A5, Family, acting_as
+from dsv4_triton.device import A2, A5, HOST, Family, acting_as
 from dsv4_triton.kernels import _attend_plan
-from dsv4_triton.kernels.sparse_attention import sparse_attention
+from dsv4_triton.kernels.sparse_attention import sparse_attention, sparse_attention_workspace
 from dsv4_triton.reference.sparse_attention import sparse_attention as reference
 from tests.kernels.attention_cases import DIM, EDGES, MIXED, SCALE, Case, build, paged
 from tests.numeric import assert_close, assert_equal, poisoned
@@ -146,6 +146,44 @@ def test_variants_of_the_accelerators(family: Family, case):
     """Pages as tiles, gathered rows, products in slices and partial results run here too."""
     with acting_as(family):
         check(case)
+
+
+@pytest.mark.parametrize("case", [
+    Case((EDGES,), compressed="selected"),
+    Case((EDGES,), compressed="dense", ratio=128, cmp_page=2),
+    Case(((2700, 30),), compressed="dense"),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("family", [HOST, A2, A5], ids=lambda family: family.name)
+def test_scratch_comes_from_the_workspace(family: Family, case):
+    inputs = build(case)
+    dense = 0 if case.compressed == "selected" else case.visible(max(p for request in case.requests for p in request))
+    needed = sparse_attention_workspace(
+        len(inputs.q), case.heads, case.dtype, family, window_page=case.page, cmp_page=case.cmp_page,
+        topk=0 if dense else case.topk, max_n_vis=dense,
+    )  # fmt: skip
+    bound = {"max_n_vis": dense} if dense else {}
+    with acting_as(family):
+        want = sparse_attention(*inputs.args(), scale=SCALE, **inputs.compressed, **bound)
+        workspace = poisoned((needed,), torch.uint8)
+        assert_equal(
+            sparse_attention(*inputs.args(), scale=SCALE, **inputs.compressed, **bound, workspace=workspace), want
+        )
+        if needed:
+            with pytest.raises(ValueError, match=r"sparse_attention: workspace has 64 bytes, this call needs \d+"):
+                sparse_attention(*inputs.args(), scale=SCALE, **inputs.compressed, **bound, workspace=workspace[:64])
+
+
+@pytest.mark.parametrize("family", [HOST, A2, A5], ids=lambda family: family.name)
+@pytest.mark.parametrize("page", [64, 128])
+def test_the_workspace_suffices_for_smaller_calls(family: Family, page):
+    """Whatever fewer tokens and visible rows make of runs and partial results."""
+    most = sparse_attention_workspace(3000, 64, BF16, family, window_page=page, cmp_page=page, topk=512, max_n_vis=9000)
+    for tokens in (1, 15, 100, 2999):
+        for topk, dense in ((512, 0), (0, 0), (0, 1), (0, 200), (0, 513), (0, 5000), (0, 9000)):
+            less = sparse_attention_workspace(
+                tokens, 64, BF16, family, window_page=page, cmp_page=page, topk=topk, max_n_vis=dense
+            )
+            assert less <= most
 
 
 def one_key(cmp_rows: int, sink: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
