@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
+import torch
+
 from dsv4_triton import __version__
 from dsv4_triton.bench.registry import MODELS, Case, select
 from dsv4_triton.compiler.ascend import compile_all
 from dsv4_triton.compiler.ascend_result import CompileResult
 from dsv4_triton.compiler.ascend_tools import tools_for
+from dsv4_triton.compiler.cost import scratch_of
 from dsv4_triton.compiler.launches import Launch, recording
 from dsv4_triton.device import FAMILIES, Family, acting_as
 
@@ -21,11 +24,15 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Compiled:
-    """One launch of one case, compiled; `launch` is None where the op itself refused the case (`result` says why)."""
+    """One launch of one case, compiled; `launch` is None where the op itself refused the case (`result` says why).
+
+    `scratch` are the launch's arguments that live between the launches of the op: neither its arguments nor results.
+    """
 
     case: Case
     launch: Launch | None
     result: CompileResult
+    scratch: frozenset[str] = frozenset()
 
 
 def families() -> list[Family]:
@@ -50,12 +57,14 @@ def choose(kernels: Sequence[str], models: Sequence[str], cases: Sequence[str]) 
     return select(kernel=list(kernels) or None, model=list(models) or default, case=list(cases) or None)
 
 
-def record(case: Case, family: Family) -> list[Launch]:
-    """The launches of a case as `family` would make them; nothing runs."""
-    arguments = case.build(family, fill=False).arguments
+def record(case: Case, family: Family) -> list[tuple[Launch, frozenset[str]]]:
+    """The launches of a case as `family` would make them, with their scratch; nothing runs."""
+    inputs = case.build(family, fill=False)
     with acting_as(family), recording() as launches:
-        case.launcher(**arguments)
-    return launches
+        returned = case.launcher(**inputs.arguments)
+    results = returned if isinstance(returned, tuple) else (returned,)
+    kept = [value for value in (*inputs.tensors.values(), *results) if isinstance(value, torch.Tensor)]
+    return [(launch, frozenset(scratch_of(launch, kept))) for launch in launches]
 
 
 def compile_cases(
@@ -66,16 +75,16 @@ def compile_cases(
 
     `progress(done, total, what)` is called while it works, first over the cases, then over the compiles.
     """
-    recorded: list[tuple[Case, Launch | None, str]] = []
+    recorded: list[tuple[Case, Launch | None, frozenset[str], str]] = []
     for number, case in enumerate(cases):
         if progress is not None:
             progress(number, len(cases), f"recording {case}")
         try:
-            recorded += [(case, launch, "") for launch in record(case, family)]
+            recorded += [(case, launch, scratch, "") for launch, scratch in record(case, family)]
         except Exception as error:
             # A case that its op refuses is a finding about the case, and no reason to leave the others out.
-            recorded.append((case, None, f"{type(error).__name__}: {error}"))
-    launches = [launch for _, launch, _ in recorded if launch is not None]
+            recorded.append((case, None, frozenset(), f"{type(error).__name__}: {error}"))
+    launches = [launch for _, launch, _, _ in recorded if launch is not None]
 
     def compiled(done: int, total: int, result: CompileResult) -> None:
         if progress is not None:
@@ -84,8 +93,8 @@ def compile_cases(
     limit = {} if seconds is None else {"seconds": seconds}
     results = iter(compile_all(launches, family, jobs=jobs, progress=compiled, **limit))
     return [
-        Compiled(case, launch, next(results) if launch is not None else _refused(case, family, problem))
-        for case, launch, problem in recorded
+        Compiled(case, launch, next(results) if launch is not None else _refused(case, family, problem), scratch)
+        for case, launch, scratch, problem in recorded
     ]
 
 

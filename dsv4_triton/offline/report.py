@@ -28,7 +28,7 @@ _SECONDS = 600.0
 
 
 class ReportError(RuntimeError):
-    """A case could not be counted, or a report cannot be read."""
+    """A report cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,12 @@ def lines(
     found: dict[int, Line] = {}
 
     def finish(index: int, outcome: Outcome) -> None:
-        case = cases[index][0]
-        if outcome.fate != "done":
-            raise ReportError(f"{case} on {family.name} was not counted: {outcome.message or outcome.fate}")
-        found[index] = _read(outcome.body.decode(), family.name)
+        case, group = cases[index]
+        if outcome.fate == "done":
+            found[index] = _read(outcome.body.decode(), family.name)
+        else:
+            status = f"not counted: {outcome.message or outcome.fate}"
+            found[index] = Line(family.name, case.op, case.name, status, len(group), 0, 0, 0, 0.0, 0.0, 0.0, "", "")
         if progress is not None:
             progress(len(found), len(cases), f"counted {case}")
 
@@ -98,7 +100,8 @@ def _line(case: Case, group: Sequence[Compiled], family: Family) -> Line:
         if one.result.facts is not None:
             for memory, size in limits.items():
                 shares[memory] = max(shares[memory], round(100 * one.result.facts.used(memory) / size))
-        cost = estimate(count(one.result.hivm, family, one.launch.grid, arguments_of(one.launch)), family)
+        facts = count(one.result.hivm, family, one.launch.grid, arguments_of(one.launch))
+        cost = estimate(facts, family, resident=one.scratch)
         total += cost.seconds
         if cost.seconds > slowest:
             slowest, limit = cost.seconds, cost.resource

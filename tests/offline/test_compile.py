@@ -153,5 +153,11 @@ def test_default_models_are_the_real_ones() -> None:
 def test_a_launch_is_recorded_as_the_family_makes_it() -> None:
     case = offline.choose(["muls_add"], ["pro"], ["pro/prefill/*"])[0]
     for family in (A2, A5):
-        (launch,) = offline.record(case, family)
-        assert launch.grid == (family.vector_cores, 1, 1)
+        ((launch, scratch),) = offline.record(case, family)
+        assert launch.grid == (family.vector_cores, 1, 1) and not scratch
+
+
+def test_scratch_is_what_only_the_launches_of_an_op_see() -> None:
+    case = offline.choose(["hc_head"], ["demo"], [])[0]
+    recorded = offline.record(case, A2)
+    assert len(recorded) == 2 and all(scratch and scratch < set(launch.arguments) for launch, scratch in recorded)
