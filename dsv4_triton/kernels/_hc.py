@@ -10,7 +10,7 @@ tile that feeds both `tl.dot` and vector code is lost on the vector core by asce
 cores; a persistent loop over (token tile, K slice), with so many slices that a small T still fills the cores. L1: two
 operand tiles [BT, BK] and [P N, BK], doubled; L0C: (P N + BT) BT fp32.
 
-The finishing kernels add up the partial results of all slices and parts, PARTIALS at a time.
+The finishing kernels add up the partial results of all slices and parts.
 """
 
 from typing import NamedTuple
@@ -20,13 +20,14 @@ import triton
 import triton.language as tl
 
 from dsv4_triton.device import Family, family_of
+from dsv4_triton.kernels._lang import get_element
 from dsv4_triton.kernels._tiling import next_power_of_2
 from dsv4_triton.kernels._workspace import Part, carve, workspace_bytes
 
 LANES = 16
-"""Tokens whose mixes are finished together; the unit of the gram matrix's diagonal."""
+"""Tokens whose mixes are read together to collapse some of them; the smallest tile of the product."""
 _MAX_TOKEN_TILE = 64
-PARTIALS = tl.constexpr(16)
+_MAX_RUN = 8
 
 
 @triton.jit(do_not_specialize=["T", "TP", "slices"])
@@ -72,61 +73,82 @@ def _mix_kernel(
 
 
 @triton.jit
-def mixes(part_ptr, first, partials, TP, N: tl.constexpr, LANES: tl.constexpr):
-    """The unscaled mixes `F fn^T` [N, LANES] fp32 of the tokens from `first` on, from `partials` results [N, TP]."""
+def mixes(
+    part_ptr, first, TP, N: tl.constexpr, ROW: tl.constexpr, ROWS: tl.constexpr, PARTIALS: tl.constexpr,
+    LANES: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Rows ROW.. of the unscaled mixes `F fn^T`, [ROWS, LANES] fp32, of the tokens from `first` on.
+
+    WHOLE: there are LANES tokens in all, so that the rows of a partial result are one contiguous run.
+    """
     number = tl.arange(0, PARTIALS)
-    row = tl.arange(0, N)[None, :, None] * TP
-    at = part_ptr + first + number[:, None, None] * (N * TP) + row + tl.arange(0, LANES)[None, None, :]
-    total = tl.zeros((N, LANES), tl.float32)
-    for start in range(0, partials, PARTIALS):
-        live = (number < partials - start)[:, None, None]
-        total += tl.sum(tl.load(at + start * N * TP, mask=live, other=0.0), axis=0)
-    return total
+    at = part_ptr + ROW * TP + first
+    if WHOLE:
+        run = tl.arange(0, ROWS * LANES)
+        total = tl.sum(tl.load(at + number[:, None] * (N * LANES) + run[None, :]), axis=0)
+        return tl.reshape(total, (ROWS, LANES))
+    row = tl.arange(0, ROWS)[None, :, None] * TP
+    at += number[:, None, None] * (N * TP) + row + tl.arange(0, LANES)[None, None, :]
+    return tl.sum(tl.load(at), axis=0)
 
 
 @triton.jit
-def inverse_rms(square_ptr, first, slices, TP, BT, eps, K: tl.constexpr, LANES: tl.constexpr, GRAM: tl.constexpr):
+def inverse_rms(
+    square_ptr, first, TP, BT, eps, K: tl.constexpr, SLICES: tl.constexpr, LANES: tl.constexpr, GRAM: tl.constexpr
+):  # fmt: skip
     """`rsqrt(mean(F^2) + eps)` [LANES] of the tokens from `first` on.
 
-    The squares' sums come from `slices` rows [TP], or with GRAM from the diagonals of gram matrices [TP, BT].
+    The squares' sums come from SLICES rows [TP], or with GRAM from the diagonals of gram matrices [TP, BT].
     """
     lane = tl.arange(0, LANES)
-    square = tl.zeros((LANES,), tl.float32)
+    number = tl.arange(0, SLICES)
     if GRAM:
-        diagonal = lane[:, None] == lane[None, :]
-        at = square_ptr + (first + lane[:, None]) * BT + first % BT + lane[None, :]
-        for s in range(slices):
-            square += tl.sum(tl.where(diagonal, tl.load(at + s * TP * BT), 0.0), axis=0)
+        at = square_ptr + (first + lane[None, :, None]) * BT + first % BT + lane[None, None, :]
+        gram = tl.sum(tl.load(at + number[:, None, None] * TP * BT), axis=0)
+        square = tl.sum(tl.where(lane[:, None] == lane[None, :], gram, 0.0), axis=0)
     else:
-        number = tl.arange(0, PARTIALS)
-        at = square_ptr + first + number[:, None] * TP + lane[None, :]
-        for start in range(0, slices, PARTIALS):
-            live = (number < slices - start)[:, None]
-            square += tl.sum(tl.load(at + start * TP, mask=live, other=0.0), axis=0)
+        square = tl.sum(tl.load(square_ptr + first + number[:, None] * TP + lane[None, :]), axis=0)
     return tl.rsqrt(square / K + eps)
 
 
 @triton.jit
-def collapse_token(x_ptr, norm_ptr, y_ptr, wide_ptr, t, pre, here, norm_eps, D: tl.constexpr, BD: tl.constexpr):
-    """Write `y[t] = sum_j pre[j, lane] x[t, j]`, with the RMS norm where a weight is given; in fp32 to `wide` too.
-
-    `pre` is [4, LANES], `here` [1, LANES] is true at the token's lane only.
-    """
-    d = tl.arange(0, BD)
+def collapse_token(x_ptr, norm, y_ptr, wide_ptr, t, pre, lane, norm_eps, D: tl.constexpr, NORMED: tl.constexpr):
+    """Write `y[t] = sum_j pre[lane, j] x[t, j]`, with the RMS norm by `norm` where NORMED; in fp32 to `wide` too."""
+    d = tl.arange(0, D)
     row = t.to(tl.int64) * D
-    stream = tl.arange(0, 4)[:, None]
-    y = tl.zeros((BD,), tl.float32)
-    for j in tl.static_range(4):
-        weight = tl.sum(tl.where(here & (stream == j), pre, 0.0))
-        y += weight * tl.load(x_ptr + row * 4 + j * D + d, mask=d < D, other=0.0).to(tl.float32)
+    y = get_element(pre, (lane, 0)) * tl.load(x_ptr + row * 4 + d).to(tl.float32)
+    y += get_element(pre, (lane, 1)) * tl.load(x_ptr + row * 4 + D + d).to(tl.float32)
+    y += get_element(pre, (lane, 2)) * tl.load(x_ptr + row * 4 + 2 * D + d).to(tl.float32)
+    y += get_element(pre, (lane, 3)) * tl.load(x_ptr + row * 4 + 3 * D + d).to(tl.float32)
     y = y.to(y_ptr.dtype.element_ty)
-    if norm_ptr is not None:
+    if NORMED:
         wide = y.to(tl.float32)
-        scale = tl.rsqrt(tl.sum(wide * wide) / D + norm_eps)
-        y = (tl.load(norm_ptr + d, mask=d < D, other=0.0).to(tl.float32) * wide * scale).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + row + d, y, mask=d < D)
+        # a vector of equal values, so that the root is taken once and not with every feature
+        mean = tl.zeros((8,), tl.float32) + tl.sum(wide * wide) * (1.0 / D)
+        y = (norm * (wide * get_element(tl.rsqrt(mean + norm_eps), (0,)))).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + row + d, y)
     if wide_ptr is not None:
-        tl.store(wide_ptr + row + d, y.to(tl.float32), mask=d < D)
+        tl.store(wide_ptr + row + d, y.to(tl.float32))
+
+
+@triton.jit
+def collapse_runs(
+    x_ptr, part_ptr, square_ptr, scale_ptr, base_ptr, norm_ptr, y_ptr, wide_ptr, T, TP, BT, norm_eps, hc_eps, program,
+    D: tl.constexpr, N: tl.constexpr, PARTIALS: tl.constexpr, SLICES: tl.constexpr, RUN: tl.constexpr,
+    LANES: tl.constexpr, GRAM: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The collapse of runs of RUN tokens, every `num_programs`-th from number `program` on."""
+    norm = 0.0
+    if norm_ptr is not None:
+        norm = tl.load(norm_ptr + tl.arange(0, D)).to(tl.float32)
+    base = tl.load(base_ptr + tl.arange(0, 4))[:, None]
+    for run in range(program, tl.cdiv(T, RUN), tl.num_programs(0)):
+        first = run * RUN // LANES * LANES
+        rms = inverse_rms(square_ptr, first, TP, BT, norm_eps, 4 * D, SLICES, LANES, GRAM)
+        pre = mixes(part_ptr, first, TP, N, 0, 4, PARTIALS, LANES, WHOLE) * rms[None, :]
+        pre = tl.trans(tl.sigmoid(pre * tl.load(scale_ptr) + base) + hc_eps)
+        for t in range(run * RUN, tl.minimum(run * RUN + RUN, T)):
+            collapse_token(x_ptr, norm, y_ptr, wide_ptr, t, pre, t - first, norm_eps, D, norm_ptr is not None)
 
 
 def parts_of(dtype: torch.dtype) -> int:
@@ -139,9 +161,9 @@ def token_tile(T: int, cores: int) -> int:
     return min(max(LANES, next_power_of_2(triton.cdiv(T, cores))), _MAX_TOKEN_TILE)
 
 
-def tokens_per_program(T: int, cores: int) -> int:
-    """Tokens one program finishes: a power of two up to LANES."""
-    return min(next_power_of_2(triton.cdiv(T, cores)), LANES)
+def run_length(T: int, cores: int) -> int:
+    """Tokens that are collapsed in one go: a power of two."""
+    return min(next_power_of_2(triton.cdiv(T, cores)), _MAX_RUN)
 
 
 class Mixed(NamedTuple):
@@ -157,6 +179,10 @@ class Mixed(NamedTuple):
     def gram(self) -> int:
         """BT, or 0 where `squares` holds plain sums."""
         return self.squares.shape[2] if self.squares.dim() == 3 else 0
+
+    def group(self, limit: int) -> int:
+        """Tokens whose results can be read as one tile, at most `limit`."""
+        return min(self.gram or LANES, limit)
 
 
 def _mix_tiles(T: int, K: int, family: Family) -> tuple[int, int, int, int]:

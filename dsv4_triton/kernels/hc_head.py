@@ -15,50 +15,27 @@ from dsv4_triton.device import Family, family_of
 from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor, output
 from dsv4_triton.kernels._hc import (
     LANES,
-    collapse_token,
-    inverse_rms,
+    collapse_runs,
     mix,
     mix_workspace,
-    mixes,
     parts_of,
-    tokens_per_program,
+    run_length,
 )
 
 OP = "hc_head"
 _ROWS = 4
 
 
-@triton.jit(do_not_specialize=["T", "TP", "BT", "partials", "slices", "tokens"])
+@triton.jit(do_not_specialize=["T", "TP", "BT"])
 def _hc_head_finish_kernel(
-    x_ptr,
-    part_ptr,
-    gram_ptr,
-    scale_ptr,
-    base_ptr,
-    norm_ptr,
-    out_ptr,
-    T,
-    TP,
-    BT,
-    partials,
-    slices,
-    tokens,
-    norm_eps,
-    hc_eps,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    base = tl.load(base_ptr + tl.arange(0, 4))[:, None]
-    lane = tl.arange(0, LANES)
-    for item in range(tl.program_id(0), tl.cdiv(T, tokens), tl.num_programs(0)):
-        first = item * tokens // LANES * LANES
-        rms = inverse_rms(gram_ptr, first, slices, TP, BT, norm_eps, 4 * D, LANES, True)
-        mix = mixes(part_ptr, first, partials, TP, 4, LANES) * rms[None, :]
-        pre = tl.sigmoid(mix * tl.load(scale_ptr) + base) + hc_eps
-        for t in range(item * tokens, tl.minimum(item * tokens + tokens, T)):
-            here = (lane == t - first)[None, :]
-            collapse_token(x_ptr, norm_ptr, out_ptr, None, t, pre, here, norm_eps, D, BD)
+    x_ptr, part_ptr, gram_ptr, scale_ptr, base_ptr, norm_ptr, out_ptr, T, TP, BT, norm_eps, hc_eps,
+    D: tl.constexpr, PARTIALS: tl.constexpr, SLICES: tl.constexpr, RUN: tl.constexpr, LANES: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    collapse_runs(
+        x_ptr, part_ptr, gram_ptr, scale_ptr, base_ptr, norm_ptr, out_ptr, None, T, TP, BT, norm_eps, hc_eps,
+        tl.program_id(0), D, 4, PARTIALS, SLICES, RUN, LANES, True, WHOLE,
+    )  # fmt: skip
 
 
 def hc_head_workspace(tokens: int, dtype: torch.dtype, family: Family) -> int:
@@ -99,26 +76,9 @@ def hc_head(
     check_filled(OP, fn_parts=fn_parts)
     part, gram = mix(OP, x, fn_parts, workspace)
     cores = family_of(x.device.type).vector_cores
-    tokens = tokens_per_program(T, cores)
-    grid = (min(triton.cdiv(T, tokens), cores),)
-    _hc_head_finish_kernel[grid](
-        x,
-        part,
-        gram,
-        scale,
-        base,
-        norm_weight,
-        out,
-        T,
-        part.shape[2],
-        gram.shape[2],
-        part.shape[0],
-        gram.shape[0],
-        tokens,
-        norm_eps,
-        hc_eps,
-        D=D,
-        BD=D,
-        LANES=LANES,
-    )
+    run = run_length(T, cores)
+    _hc_head_finish_kernel[(min(triton.cdiv(T, run), cores),)](
+        x, part, gram, scale, base, norm_weight, out, T, part.shape[2], gram.shape[2], norm_eps, hc_eps,
+        D=D, PARTIALS=part.shape[0], SLICES=gram.shape[0], RUN=run, LANES=LANES, WHOLE=part.shape[2] == LANES,
+    )  # fmt: skip
     return out

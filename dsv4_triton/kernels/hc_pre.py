@@ -8,10 +8,11 @@
 
 Two kernels: the mixing product (`_hc.py`) and this file's finish. x, y bf16 or fp32 [T, 4, D] and [T, D]; fn as parts
 in x's dtype; scale, base, post, comb fp32. Everything is fp32; y is rounded once to x's dtype before the norm and
-once after. Finish: vector cores; a persistent loop over runs of tokens; the gates and Sinkhorn of the 16 tokens
-around them are tiles [4, 16] and [4, 4, 16], then one row of D per token. UB: about 5 fp32 rows of D. Source of the
-formula: `hc_pre` and `hc_split_sinkhorn` of the official DeepSeek inference code; the split of fn in bf16 parts is
-ours.
+once after. Finish: vector cores, two loops that share nothing, so that for few tokens they run side by side on
+different cores: post and comb of groups of 16 to 64 tokens, as tiles [4, 4, group] or, where chains of operations stay
+in registers, as sixteen vectors; and y of runs of up to 8 tokens, a row of D at a time. UB: about 5 fp32 rows of D, or
+all partial results of a group. Source of the formula: `hc_pre` and `hc_split_sinkhorn` of the official DeepSeek
+inference code; the split of fn in bf16 parts is ours.
 """
 
 from __future__ import annotations
@@ -27,18 +28,21 @@ from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor, outp
 from dsv4_triton.kernels._hc import (
     LANES,
     Mixed,
-    collapse_token,
+    collapse_runs,
     inverse_rms,
     mix,
     mix_workspace,
     mixes,
     parts_of,
-    tokens_per_program,
+    run_length,
 )
 from dsv4_triton.kernels._lang import extract_slice
 
 OP = "hc_pre"
 ROWS = 24
+_GROUP_TILE = 32
+_GROUP_REGISTERS = 64
+"""Tokens whose coefficients are made together, at most: as a tile, and as vectors of one register each."""
 
 
 def split_fn(fn: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -56,63 +60,120 @@ def split_fn(fn: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @triton.jit
-def _sinkhorn(c, eps, ITERS: tl.constexpr):
+def _sinkhorn_tile(c, eps, ITERS: tl.constexpr):
     """Softmax of the rows (axis 1) of [4, 4, lanes], then ITERS column and ITERS - 1 row normalisations."""
     c = tl.exp(c - tl.max(c, axis=1)[:, None, :])
-    c = c * (1.0 / tl.sum(c, axis=1))[:, None, :] + eps
-    c = c * (1.0 / (tl.sum(c, axis=0) + eps))[None, :, :]
+    c = c / tl.sum(c, axis=1)[:, None, :] + eps
+    c = c / (tl.sum(c, axis=0) + eps)[None, :, :]
     for _ in range(ITERS - 1):
-        c = c * (1.0 / (tl.sum(c, axis=1) + eps))[:, None, :]
-        c = c * (1.0 / (tl.sum(c, axis=0) + eps))[None, :, :]
+        c = c / (tl.sum(c, axis=1) + eps)[:, None, :]
+        c = c / (tl.sum(c, axis=0) + eps)[None, :, :]
     return c
 
 
-@triton.jit(do_not_specialize=["T", "TP", "BT", "partials", "slices", "tokens"])
+@triton.jit
+def _softmax_row(mix, row: tl.constexpr, scale, base_ptr, eps, LANES: tl.constexpr):
+    """The four entries, each a vector over tokens, of row `row` of exp(m) / sum + eps."""
+    a = _logit(mix, 4 * row + 4, scale, base_ptr + 4, LANES)
+    b = _logit(mix, 4 * row + 5, scale, base_ptr + 4, LANES)
+    c = _logit(mix, 4 * row + 6, scale, base_ptr + 4, LANES)
+    d = _logit(mix, 4 * row + 7, scale, base_ptr + 4, LANES)
+    largest = tl.maximum(
+        tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL),
+        tl.maximum(c, d, propagate_nan=tl.PropagateNan.ALL),
+        propagate_nan=tl.PropagateNan.ALL,
+    )
+    a, b, c, d = tl.exp(a - largest), tl.exp(b - largest), tl.exp(c - largest), tl.exp(d - largest)
+    total = (a + b) + (c + d)
+    return a / total + eps, b / total + eps, c / total + eps, d / total + eps
+
+
+@triton.jit
+def _logit(mix, row: tl.constexpr, scale, base_ptr, LANES: tl.constexpr):
+    return tl.reshape(extract_slice(mix, (row, 0), (1, LANES), (1, 1)), (LANES,)) * scale + tl.load(base_ptr + row)
+
+
+@triton.jit
+def _normalised(a, b, c, d, eps):
+    total = ((a + b) + (c + d)) + eps
+    return a / total, b / total, c / total, d / total
+
+
+@triton.jit
+def _store_four(to, a, b, c, d, live):
+    tl.store(to, a, mask=live)
+    tl.store(to + 1, b, mask=live)
+    tl.store(to + 2, c, mask=live)
+    tl.store(to + 3, d, mask=live)
+
+
+@triton.jit
+def _comb_in_registers(mix, scale, base_ptr, comb_at, live, eps, ITERS: tl.constexpr, LANES: tl.constexpr):
+    """`_sinkhorn_tile` with sixteen vectors over tokens."""
+    a0, a1, a2, a3 = _softmax_row(mix, 0, scale, base_ptr, eps, LANES)
+    b0, b1, b2, b3 = _softmax_row(mix, 1, scale, base_ptr, eps, LANES)
+    c0, c1, c2, c3 = _softmax_row(mix, 2, scale, base_ptr, eps, LANES)
+    d0, d1, d2, d3 = _softmax_row(mix, 3, scale, base_ptr, eps, LANES)
+    a0, b0, c0, d0 = _normalised(a0, b0, c0, d0, eps)
+    a1, b1, c1, d1 = _normalised(a1, b1, c1, d1, eps)
+    a2, b2, c2, d2 = _normalised(a2, b2, c2, d2, eps)
+    a3, b3, c3, d3 = _normalised(a3, b3, c3, d3, eps)
+    for _ in range(ITERS - 1):
+        a0, a1, a2, a3 = _normalised(a0, a1, a2, a3, eps)
+        b0, b1, b2, b3 = _normalised(b0, b1, b2, b3, eps)
+        c0, c1, c2, c3 = _normalised(c0, c1, c2, c3, eps)
+        d0, d1, d2, d3 = _normalised(d0, d1, d2, d3, eps)
+        a0, b0, c0, d0 = _normalised(a0, b0, c0, d0, eps)
+        a1, b1, c1, d1 = _normalised(a1, b1, c1, d1, eps)
+        a2, b2, c2, d2 = _normalised(a2, b2, c2, d2, eps)
+        a3, b3, c3, d3 = _normalised(a3, b3, c3, d3, eps)
+    _store_four(comb_at, a0, a1, a2, a3, live)
+    _store_four(comb_at + 4, b0, b1, b2, b3, live)
+    _store_four(comb_at + 8, c0, c1, c2, c3, live)
+    _store_four(comb_at + 12, d0, d1, d2, d3, live)
+
+
+@triton.jit(do_not_specialize=["T", "TP", "BT"])
 def _hc_pre_finish_kernel(
-    x_ptr,
-    part_ptr,
-    square_ptr,
-    scale_ptr,
-    base_ptr,
-    norm_ptr,
-    y_ptr,
-    wide_ptr,
-    post_ptr,
-    comb_ptr,
-    T,
-    TP,
-    BT,
-    partials,
-    slices,
-    tokens,
-    norm_eps,
-    hc_eps,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    ITERS: tl.constexpr,
-    LANES: tl.constexpr,
-    GRAM: tl.constexpr,
-):
+    x_ptr, part_ptr, square_ptr, scale_ptr, base_ptr, norm_ptr, y_ptr, wide_ptr, post_ptr, comb_ptr, T, TP, BT,
+    norm_eps, hc_eps,
+    D: tl.constexpr, ITERS: tl.constexpr, PARTIALS: tl.constexpr, SLICES: tl.constexpr, RUN: tl.constexpr,
+    GROUP: tl.constexpr, LANES: tl.constexpr, GRAM: tl.constexpr, WHOLE: tl.constexpr, REGISTERS: tl.constexpr,
+):  # fmt: skip
+    programs = tl.num_programs(0)
+    groups = tl.cdiv(T, GROUP)
+    lane = tl.arange(0, GROUP)
     four = tl.arange(0, 4)
     sixteen = tl.arange(0, 16)
-    lane = tl.arange(0, LANES)
-    pre_base = tl.load(base_ptr + four)[:, None]
-    post_base = tl.load(base_ptr + 4 + four)[:, None]
-    comb_base = tl.load(base_ptr + 8 + sixteen)[:, None]
-    for item in range(tl.program_id(0), tl.cdiv(T, tokens), tl.num_programs(0)):
-        first = item * tokens // LANES * LANES
-        rms = inverse_rms(square_ptr, first, slices, TP, BT, norm_eps, 4 * D, LANES, GRAM)
-        mix = mixes(part_ptr, first, partials, TP, 24, LANES) * rms[None, :]
-        pre = tl.sigmoid(extract_slice(mix, (0, 0), (4, LANES), (1, 1)) * tl.load(scale_ptr) + pre_base) + hc_eps
-        post = extract_slice(mix, (4, 0), (4, LANES), (1, 1)) * tl.load(scale_ptr + 1) + post_base
-        post = 2.0 * tl.sigmoid(post)
-        comb = extract_slice(mix, (8, 0), (16, LANES), (1, 1)) * tl.load(scale_ptr + 2) + comb_base
-        comb = tl.reshape(_sinkhorn(tl.reshape(comb, (4, 4, LANES)), hc_eps, ITERS), (16, LANES))
-        for t in range(item * tokens, tl.minimum(item * tokens + tokens, T)):
-            here = (lane == t - first)[None, :]
-            collapse_token(x_ptr, norm_ptr, y_ptr, wide_ptr, t, pre, here, norm_eps, D, BD)
-            tl.store(post_ptr + t * 4 + four, tl.sum(tl.where(here, post, 0.0), axis=1))
-            tl.store(comb_ptr + t * 16 + sixteen, tl.sum(tl.where(here, comb, 0.0), axis=1))
+    for group in range(tl.program_id(0), groups, programs):
+        first = group * GROUP
+        live = lane < T - first
+        rms = inverse_rms(square_ptr, first, TP, BT, norm_eps, 4 * D, SLICES, GROUP, GRAM)
+        mix = mixes(part_ptr, first, TP, 24, 4, 20, PARTIALS, GROUP, WHOLE) * rms[None, :]
+        post_scale = tl.load(scale_ptr + 1)
+        comb_scale = tl.load(scale_ptr + 2)
+        if REGISTERS:
+            p0 = 2.0 * tl.sigmoid(_logit(mix, 0, post_scale, base_ptr + 4, GROUP))
+            p1 = 2.0 * tl.sigmoid(_logit(mix, 1, post_scale, base_ptr + 4, GROUP))
+            p2 = 2.0 * tl.sigmoid(_logit(mix, 2, post_scale, base_ptr + 4, GROUP))
+            p3 = 2.0 * tl.sigmoid(_logit(mix, 3, post_scale, base_ptr + 4, GROUP))
+            _store_four(post_ptr + (first + lane) * 4, p0, p1, p2, p3, live)
+            comb_at = comb_ptr + (first + lane) * 16
+            _comb_in_registers(mix, comb_scale, base_ptr, comb_at, live, hc_eps, ITERS, GROUP)
+        else:
+            post = extract_slice(mix, (0, 0), (4, GROUP), (1, 1)) * post_scale
+            post = 2.0 * tl.sigmoid(post + tl.load(base_ptr + 4 + four)[:, None])
+            comb = extract_slice(mix, (4, 0), (16, GROUP), (1, 1)) * comb_scale
+            comb += tl.load(base_ptr + 8 + sixteen)[:, None]
+            comb = tl.reshape(_sinkhorn_tile(tl.reshape(comb, (4, 4, GROUP)), hc_eps, ITERS), (16, GROUP))
+            token = first + lane[:, None]
+            tl.store(post_ptr + token * 4 + four[None, :], tl.trans(post), mask=live[:, None])
+            tl.store(comb_ptr + token * 16 + sixteen[None, :], tl.trans(comb), mask=live[:, None])
+    start = (tl.program_id(0) + programs - groups % programs) % programs
+    collapse_runs(
+        x_ptr, part_ptr, square_ptr, scale_ptr, base_ptr, norm_ptr, y_ptr, wide_ptr, T, TP, BT, norm_eps, hc_eps, start,
+        D, 24, PARTIALS, SLICES, RUN, LANES, GRAM, WHOLE,
+    )  # fmt: skip
 
 
 class Coefficients(NamedTuple):
@@ -175,34 +236,17 @@ class Collapsed(NamedTuple):
 def finish(x: torch.Tensor, mixed: Mixed, parameters: Coefficients, results: Collapsed) -> None:
     """From a mixing product of the streams `x` to the results of the collapse."""
     T, _, D = x.shape
-    cores = family_of(x.device.type).vector_cores
-    tokens = tokens_per_program(T, cores)
+    family = family_of(x.device.type)
     part, squares = mixed
-    _hc_pre_finish_kernel[(min(triton.cdiv(T, tokens), cores),)](
-        x,
-        part,
-        squares,
-        parameters.scale,
-        parameters.base,
-        parameters.norm_weight,
-        results.y,
-        results.wide,
-        results.post,
-        results.comb,
-        T,
-        part.shape[2],
-        mixed.gram,
-        part.shape[0],
-        squares.shape[0],
-        tokens,
-        parameters.norm_eps,
-        parameters.hc_eps,
-        D=D,
-        BD=D,
-        ITERS=parameters.sinkhorn_iters,
-        LANES=LANES,
-        GRAM=mixed.gram > 0,
-    )
+    run = run_length(T, family.vector_cores)
+    group = mixed.group(_GROUP_REGISTERS if family.vector_registers else _GROUP_TILE)
+    items = triton.cdiv(T, run) + triton.cdiv(T, group)
+    _hc_pre_finish_kernel[(min(items, family.vector_cores),)](
+        x, part, squares, parameters.scale, parameters.base, parameters.norm_weight, results.y, results.wide,
+        results.post, results.comb, T, part.shape[2], mixed.gram, parameters.norm_eps, parameters.hc_eps,
+        D=D, ITERS=parameters.sinkhorn_iters, PARTIALS=part.shape[0], SLICES=squares.shape[0], RUN=run, GROUP=group,
+        LANES=LANES, GRAM=mixed.gram > 0, WHOLE=part.shape[2] == LANES, REGISTERS=family.vector_registers,
+    )  # fmt: skip
 
 
 def hc_pre_workspace(tokens: int, dtype: torch.dtype, family: Family) -> int:

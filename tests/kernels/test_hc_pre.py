@@ -51,6 +51,16 @@ def test_equals_reference_and_keeps_to_its_memory(T, D, dtype, normed):
     wide.assert_margins("wide")
 
 
+@pytest.mark.parametrize(("T", "family"), [(1, A2), (13, A5), (61, A5), (70, A2)])
+def test_equals_reference_as_other_families_would_launch_it(T, family):
+    x, fn, scale, base = make(T, 64, FP32)
+    options = EPS | {"norm_weight": torch.randn(64)}
+    with acting_as(family):
+        result = hc_pre(x, fn[None], scale, base, **options)
+    for got, want, name in zip(result, reference.hc_pre(x, fn[None], scale, base, **options), ("y", "post", "comb")):
+        assert_close(got, want, **tolerance(FP32), what=name)
+
+
 @pytest.mark.parametrize("family", [HOST, A2, A5])
 def test_the_workspace_suffices_for_any_number_of_tokens(family):
     workspace = torch.empty(hc_pre_workspace(3000, BF16, family), dtype=torch.uint8)
