@@ -185,7 +185,9 @@ def run_tool(command: list[str], text: str, kernel_name: str) -> str:
 
 
 def _tool_error(stderr: str, text: str) -> str:
-    """The error lines of an MLIR tool, with the offending source line of `text` where a position is given."""
+    """The failed assertion or the error lines of an MLIR tool, with the offending line of `text` where one is named."""
+    if assertion := re.search(r"([\w.]+:\d+): .*(Assertion .*)", stderr):
+        return f"{assertion[1]}: {assertion[2]}"
     lines = [line for line in stderr.splitlines() if "error:" in line]
     if not lines:
         return "\n".join(stderr.splitlines()[:5])

@@ -167,10 +167,13 @@ def test_crash_of_the_front_end(monkeypatch, tmp_path):
 def test_crash_of_the_adapter(monkeypatch, tmp_path):
     monkeypatch.setenv("DSV4_TRITON_CACHE_DIR", str(tmp_path))
     adapter = tmp_path / "triton-adapter-opt"
-    adapter.write_text('#!/bin/sh\necho "Assertion failed here" >&2\nkill -ABRT $$\n')
+    adapter.write_text(
+        '#!/bin/sh\necho "triton-adapter-opt: /a/long/path/STLExtras.h:1273: T f() [with T = int]: '
+        "Assertion 'a == b' failed.\nPLEASE submit a bug report\" >&2\nkill -ABRT $$\n"
+    )
     adapter.chmod(0o755)
     compiler = frontend.triton_compiler()
     monkeypatch.setattr(compiler, "__file__", str(tmp_path / "compiler.py"))
     (result,) = compile_all([ADD()], A2)
     assert (result.status, result.stage) == ("crash", "adapter")
-    assert "triton-adapter-opt crashed (SIGABRT)" in result.message and "Assertion failed here" in result.message
+    assert result.message.endswith("triton-adapter-opt crashed (SIGABRT): STLExtras.h:1273: Assertion 'a == b' failed.")
