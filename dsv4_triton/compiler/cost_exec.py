@@ -5,6 +5,7 @@ A condition or loop bound that is unknown (`cost_scalar`) is decided, true or on
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ _READABLE = {torch.int32, torch.int64, torch.int16, torch.bool}
 _MAX_TRIPS = 20_000_000
 
 Extents = tuple[int, ...]
+
+_bits = lru_cache(maxsize=64)(bits_of)
 
 
 class Machine:
@@ -161,11 +164,11 @@ class Machine:
         return not self.unknown[places >> 3 if bits == 1 else places].all()
 
     def read(self, memref: Memref, base: int, offset: int, sizes: Extents, strides: Extents) -> Lanes:
-        bits = memref.bits
+        bits = _bits(memref.element)
         window = self._window(base, offset, sizes, strides, bits)
         if window is not None:
-            raw = self.memory[window].reshape(*sizes, bits // 8)
-            return Lanes(decode(raw, memref.element), self.unknown[window][:: bits // 8].reshape(sizes).copy())
+            values = decode(self.memory[window].reshape(-1, bits // 8), memref.element)
+            return Lanes(values.reshape(sizes), self.unknown[window][:: bits // 8].reshape(sizes).copy())
         places = self._places(base, offset, sizes, strides, bits)
         if bits == 1:
             return Lanes((self.memory[places >> 3] >> (places & 7)) & 1, self.unknown[places >> 3])
@@ -173,14 +176,19 @@ class Machine:
         return Lanes(decode(raw, memref.element), self.unknown[places])
 
     def write(self, memref: Memref, base: int, offset: int, sizes: Extents, strides: Extents, lanes: Lanes) -> None:
-        bits = memref.bits
+        bits = _bits(memref.element)
         window = self._window(base, offset, sizes, strides, bits)
-        if window is not None and lanes.unknown.all():
-            self.unknown[window] = True
-            return
         if window is not None:
-            self.memory[window] = encode(np.broadcast_to(lanes.values, sizes), memref.element).reshape(-1)
-            self.unknown[window] = np.repeat(np.broadcast_to(lanes.unknown, sizes).reshape(-1), bits // 8)
+            hidden = bool(lanes.unknown.any())
+            if hidden and lanes.unknown.all():
+                self.unknown[window] = True
+                return
+            values = lanes.values if lanes.values.shape == sizes else np.broadcast_to(lanes.values, sizes)
+            self.memory[window] = encode(values, memref.element).reshape(-1)
+            if hidden:
+                self.unknown[window] = np.repeat(np.broadcast_to(lanes.unknown, sizes).reshape(-1), bits // 8)
+            else:
+                self.unknown[window] = False
             return
         places = self._places(base, offset, sizes, strides, bits)
         values = np.broadcast_to(lanes.values, places.shape)
@@ -227,7 +235,7 @@ class Reference:
         """Whether any element is known; tensors count as known."""
         if self.memref.space not in ("ub", "stack") or not self.known:
             return self.known
-        return self.machine.known_part(self.base, self.offset, self.sizes, self.strides, self.memref.bits)
+        return self.machine.known_part(self.base, self.offset, self.sizes, self.strides, _bits(self.memref.element))
 
     def read(self) -> Lanes:
         if not self.known:
@@ -271,7 +279,7 @@ def encode(values: np.ndarray, element: str) -> np.ndarray:
         rounded = ((words + 0x7FFF + ((words >> 16) & 1)) >> 16).astype(np.uint16)
         return np.ascontiguousarray(rounded)[..., None].view(np.uint8)
     dtype = _DTYPES.get(element, np.uint8)
-    size = bits_of(element) // 8
+    size = _bits(element) // 8
     with np.errstate(invalid="ignore", over="ignore"):
         cast = np.ascontiguousarray(values.astype(dtype))[..., None].view(np.uint8)
     return np.broadcast_to(cast[..., :1], (*cast.shape[:-1], size)) if cast.shape[-1] != size else cast

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -107,17 +108,22 @@ def cast(lanes: Lanes, source: str, target: str, mode: str) -> Lanes:
     return Lanes(values, lanes.unknown)
 
 
+@lru_cache(maxsize=4096)
+def _described(op: Op) -> tuple[str, list[int], list[bool]]:
+    """Name, sizes of the groups of operands, and which operands are memrefs."""
+    is_memref = [memref_of(kind) is not None for kind in op.types]
+    return op.name.removeprefix("hivm.hir."), op.ints("operandSegmentSizes"), is_memref
+
+
 def run_operation(op: Op, operands: list[Any]) -> bool:
     """Evaluate a `hivm.hir` operation on references and numbers; False where it has no rule (outputs unknown)."""
-    name = op.name.removeprefix("hivm.hir.")
-    is_memref = [memref_of(kind) is not None for kind in op.types]
+    name, groups, is_memref = _described(op)
 
     def lanes(i: int) -> Lanes:
         if is_memref[i]:
             return operands[i].read()
         return Lanes.of(operands[i] if isinstance(operands[i], (int, float)) else None)
 
-    groups = op.ints("operandSegmentSizes")
     inputs = groups[0] if groups else 1
     if name == "varange":
         target, offset, strides = operands[0], operands[1], operands[2:]
