@@ -69,7 +69,8 @@ class CompileResult:
         found = [note for note in self.said.notes if "retrying" not in note]
         if self.facts is None:
             return found
-        if self.facts.both_vector_cores is False:
+        # A5's compiler never splits it, and is not asked to.
+        if self.facts.both_vector_cores is False and "--enable-auto-bind-sub-block=True" in self.flags:
             found.append("vector work is not split over both vector cores")
         if self.facts.scalar_loops:
             found.append(f"{len(self.facts.scalar_loops)} loops over single elements")

@@ -129,7 +129,7 @@ def test_what_is_a_fault_and_what_a_loss() -> None:
         compiled = [offline.Compiled(case, None, result)]
         return offline.succeeded(compiled), offline.succeeded(compiled, strict=True)
 
-    good = CompileResult("k", "a2", "ok", facts=facts())
+    good = CompileResult("k", "a2", "ok", facts=facts(), flags=("--enable-auto-bind-sub-block=True",))
     assert judged(good) == (True, True)
     read = UnwrittenRead("aiv", "vcast", "UB", 0, 8192, False)
     loop = ScalarLoop("aiv", 1, 64, 1, 1, 1, 0)
@@ -143,6 +143,8 @@ def test_what_is_a_fault_and_what_a_loss() -> None:
         {"said": Diagnostics(notes=("multi-buffer off",))}, {"facts": facts(scalar_library=("hivm.hir.vcumsum",))},
     ):  # fmt: skip
         assert judged(CompileResult(**{**vars(good), **changed})) == (True, False)
+    unasked = CompileResult("k", "a5", "ok", facts=facts(both_vector_cores=False), flags=())
+    assert judged(unasked) == (True, True)
 
 
 def test_default_models_are_the_real_ones() -> None:
