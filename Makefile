@@ -27,13 +27,14 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 export VLLM_CPU_OMP_THREADS_BIND ?= nobind
 export TORCHDYNAMO_DISABLE ?= 1
 
-.PHONY: help venv demo test lint pytest format clean
+.PHONY: help venv demo test lint pytest gates format clean
 
 help:
 	@echo "make demo     write a small random DeepSeek-V4, serve it with vllm serve on 127.0.0.1, ask it, wait for Ctrl-C"
 	@echo "make test     lint and run the whole test suite"
 	@echo "make lint     ruff (rules and format) and mypy        make format   apply ruff's fixes and format"
 	@echo "make pytest   the tests alone (PYTEST_ARGS=...)       make venv     only install into $(VENV)"
+	@echo "make gates    compile every kernel at every shape for every family, against docs/static_report.md"
 	@echo "make clean    remove the demo checkpoint and caches   (Python: $(or $(PYTHON),none found, 3.10 or 3.11 is needed))"
 
 venv: $(STAMP)
@@ -77,6 +78,9 @@ lint: $(STAMP)
 pytest: $(STAMP)
 	@echo "==> tests"
 	@$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+gates: $(STAMP)
+	@$(VENV)/bin/python -m pytest -m gates tests/offline $(PYTEST_ARGS)
 
 format: $(STAMP)
 	@$(VENV)/bin/ruff check --fix .
