@@ -23,8 +23,9 @@ class Limits:
 
     scores: heads x rows of one softmax. chunk_rows: rows of one of several softmaxes. tile_rows: rows of a gathered
     tile. whole_rows, whole_columns: up to so many rows a tile and in one softmax, operands of the first product span
-    all features; beyond, slices of 128. value_width: columns of a slice of the second product. scratch_bytes: gathered
-    rows and partial results should stay in the last cache.
+    all features; beyond, slices of 128. value_width: columns of a slice of the second product. once_columns: up to so
+    many rows are loaded once for both products where a core has one item, and so nothing to overlap. scratch_bytes:
+    gathered rows and partial results should stay in the last cache.
     """
 
     scores: int = 768 * 64
@@ -32,7 +33,8 @@ class Limits:
     tile_rows: int = 320
     whole_rows: int = 192
     whole_columns: int = 512
-    value_width: int = 128
+    value_width: int = 256
+    once_columns: int = 256
     scratch_bytes: int = 64 << 20
 
 
@@ -244,6 +246,17 @@ def _split(family: Family, heads: int, chunk: int) -> Split:
         SOFTMAX_HEADS=min(heads, _power_of_2_below(family.ub_bytes // (16 * chunk))),
         VALUE_ROWS=_divisor(chunk, family.l1_bytes // (4 * (dot_heads + width))), VALUE_HEADS=dot_heads, DV=width,
     )  # fmt: skip
+
+
+def attend_options(family: Family, tiling: Tiling, items: int) -> dict[str, int | bool]:
+    """The width of a slice of the second product, and the compiler's options.
+
+    All features at once are the operand of the first product again, which the compiler then loads once; but it needs
+    all accumulators, and gives up the overlap of one item with the next and so the buffers for that.
+    """
+    if tiling.DK == HEAD_DIM and tiling.columns <= limits(family).once_columns and items <= family.cube_cores:
+        return {"DV": HEAD_DIM, "multibuffer": False, "tile_mix_vector_loop": 1}
+    return {"DV": tiling.DV, "tile_mix_vector_loop": 1}
 
 
 def value_width(split: Split, tokens: int, heads: int, cores: int) -> int:

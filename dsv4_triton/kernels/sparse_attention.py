@@ -36,6 +36,7 @@ from dsv4_triton.kernels._attend_plan import (
     Plan,
     Split,
     Tiling,
+    attend_options,
     limits,
     plan,
     softmax_heads,
@@ -109,8 +110,8 @@ class _Tokens:
             self.n_vis if counted else self.positions, *scratch.target(self.out, self.sink),
             tokens, heads, self.window_table.stride(0), self.window_cache.stride(0), table.stride(0), rows.stride(0),
             columns, base, base + call.dense, call.window, splits, plan.slots or 1, slot0, self.scale,
-            COUNTED=counted, FINAL=not plan.slots, D=HEAD_DIM, **asdict(tiling),
-            tile_mix_vector_loop=1,
+            COUNTED=counted, FINAL=not plan.slots, D=HEAD_DIM,
+            **{**asdict(tiling), **attend_options(self.family, tiling, items * splits)},
         )  # fmt: skip
 
     def split(self, split: Split, plan: Plan, scratch: Scratch) -> None:
