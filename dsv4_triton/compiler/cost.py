@@ -31,7 +31,7 @@ from dsv4_triton.device import Family
 
 __all__ = ["Counts", "Estimate", "Facts", "Work", "arguments_of", "count", "estimate", "scratch_of"]
 
-_EVALUATION_BUDGET = 300_000
+_EVALUATION_BUDGET = 1_500_000
 """Loop iterations that are evaluated before programs are sampled: a few seconds."""
 _PROGRAM_WORK = 10
 """What a program costs besides its loops, in iterations."""

@@ -17,7 +17,7 @@ from dsv4_triton.compiler.cost_ops import runs
 from dsv4_triton.compiler.cost_program import Program, identifier
 from dsv4_triton.compiler.cost_scalar import SCALARS, UNKNOWN
 from dsv4_triton.compiler.cost_vector import Lanes, run_operation
-from dsv4_triton.compiler.cost_vf import run_vector_function
+from dsv4_triton.compiler.cost_vf import VectorFunction
 
 BUFFER_BYTES = 1 << 18
 _READABLE = {torch.int32, torch.int64, torch.int16, torch.bool}
@@ -44,6 +44,7 @@ class Machine:
         self.stack: dict[tuple[str, int], Any] = {}
         self._tensors: dict[int, np.ndarray | None] = {}
         self._unwritten = unwritten
+        self._vector: dict[str, VectorFunction] = {}
         self.work = 0
         """Operations executed for control flow, weighted by their size."""
         self.scope = scope
@@ -212,7 +213,9 @@ class Machine:
             references.append(Reference(self, *described, operand) if described else operand)
         self.work += 20
         if call.callee is not None:
-            self.work += 10 * run_vector_function(call.callee, references)
+            if call.callee.name not in self._vector:
+                self._vector[call.callee.name] = VectorFunction(call.callee)
+            self.work += 10 * self._vector[call.callee.name].run(references)
         elif not run_operation(call.op, references):
             self._note(f"{call.op.name} is not evaluated")
 

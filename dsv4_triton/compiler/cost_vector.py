@@ -71,6 +71,7 @@ def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.sign(a) * np.sign(safe) * (np.abs(a) // np.abs(safe))
 
 
+@lru_cache(maxsize=1024)
 def enum(text: str | None) -> str:
     """The name in `#hivm.compare_mode<eq>`, lower case."""
     found = re.search(r"<(\w+)>", text or "")

@@ -20,21 +20,6 @@ from dsv4_triton.compiler.mlir import Op
 _CASTS = {"vextf", "vtruncf", "vsitofp", "vfptosi", "vextsi", "vtrunci", "vextui"}
 
 
-def run_vector_function(function: Function, operands: list[Any]) -> int:
-    """Evaluate a vector function on references (memrefs) and numbers; returns the operations run.
-
-    Where nothing that it reads is known, neither is what it writes, and it is not run.
-    """
-    reads, writes = accessed_arguments(function)
-    if reads and not any(operands[i].known_part() for i in reads):
-        for i in writes:
-            operands[i].write(Lanes.of(None))
-        return 0
-    run = _Run(function, operands)
-    run.block(function.op.body.ops)
-    return run.steps
-
-
 @lru_cache(maxsize=4096)
 def _vector(kind: str) -> tuple[int, str]:
     """Lanes and element of `vector<64xf32>`."""
@@ -57,13 +42,39 @@ def _resize(lanes: Lanes, count: int) -> Lanes:
     return Lanes(wide, hidden)
 
 
-class _Run:
-    def __init__(self, function: Function, operands: list[Any]):
+def _constant_mask(op: Op) -> Lanes:
+    """All lanes, or the first ones (`VL16`)."""
+    count, _ = _vector(op.result_types[0])
+    pattern = re.search(r"<VL(\d+)>", op.props.get("pattern") or "")
+    bound = int(pattern[1]) if pattern else count
+    return Lanes((np.arange(count) < bound).astype(np.int64), np.zeros(count, bool))
+
+
+class VectorFunction:
+    """A vector function that can be evaluated."""
+
+    def __init__(self, function: Function):
         self.function = function
         self.rules = Rules(function)
-        self.values: dict[str, Any] = {name: v for (name, _), v in zip(function.args, operands)}
+        self.reads, self.writes = accessed_arguments(function)
+        self.values: dict[str, Any] = {}
         self.steps = 0
-        self.compiled: dict[str, Callable[..., Any] | None] = {}
+        self._scalars: dict[str, Callable[..., Any]] = {}
+        self._masks: dict[int, Lanes] = {}
+
+    def run(self, operands: list[Any]) -> int:
+        """Evaluate on references (memrefs) and numbers; returns the operations run.
+
+        Where nothing that it reads is known, neither is what it writes, and it is not run.
+        """
+        if self.reads and not any(operands[i].known_part() for i in self.reads):
+            for i in self.writes:
+                operands[i].write(Lanes.of(None))
+            return 0
+        self.values = {name: value for (name, _), value in zip(self.function.args, operands)}
+        self.steps = 0
+        self.block(self.function.op.body.ops)
+        return self.steps
 
     def block(self, ops: list[Op]) -> list[Any]:
         """Run a block; the values its terminator passes on."""
@@ -113,14 +124,12 @@ class _Run:
 
     def _number(self, op: Op) -> Any:
         """A scalar by the rules that counting uses."""
-        if op.result not in self.compiled:
-            rule = self.rules.rule((op.result, "v"))
+        rule = self.rules.rule((op.result, "v"))
+        if op.result not in self._scalars:
             names = [f"x{i}" for i in range(len(rule.needs))]
             text = f"lambda {', '.join(names)}: {rule.template.format(*names)}"
-            self.compiled[op.result] = eval(text, dict(SCALARS))
-        function = self.compiled[op.result]
-        assert function is not None
-        return function(*(self.values[v] for v, _ in self.rules.rule((op.result, "v")).needs))
+            self._scalars[op.result] = eval(text, dict(SCALARS))
+        return self._scalars[op.result](*(self.values[v] for v, _ in rule.needs))
 
     # Memrefs
 
@@ -186,6 +195,11 @@ class _Run:
         if name == "masked_store":
             self._store(op)
             return
+        if name == "pge":
+            if id(op) not in self._masks:
+                self._masks[id(op)] = _constant_mask(op)
+            self.values[op.result] = self._masks[id(op)]
+            return
         count, element = _vector(op.result_types[0])
         result = self._load(op, count) if name == "vload" else self._compute(op, name, count, element)
         for value in op.results:
@@ -213,10 +227,6 @@ class _Run:
             first = self._lanes(op, 0)
             values, unknown = first.values.reshape(-1)[:1], first.unknown.reshape(-1)[:1]
             return Lanes(np.broadcast_to(values, count), np.broadcast_to(unknown, count))
-        if name == "pge":
-            pattern = re.search(r"<(\w+)>", op.props.get("pattern") or "")
-            bound = int(pattern[1][2:]) if pattern and pattern[1][2:].isdigit() else count
-            return Lanes((lane < bound).astype(np.int64), known)
         if name in ("plt", "pltm"):
             start, bound = self.values[op.operands[0]], self.values[op.operands[-1]]
             if start is UNKNOWN or bound is UNKNOWN:

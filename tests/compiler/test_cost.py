@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from dsv4_triton.compiler import cost
 from dsv4_triton.compiler.cost import Facts, arguments_of, count, estimate, scratch_of
 from dsv4_triton.compiler.cost_estimate import minimum_seconds
 from dsv4_triton.compiler.cost_facts import Core
@@ -82,7 +83,8 @@ def test_programs_that_do_not_differ_are_counted_once() -> None:
     assert facts.launch()["read", "x"] == 64 * 2048 * 4
 
 
-def test_a_large_grid_is_sampled_and_scaled() -> None:
+def test_a_large_grid_is_sampled_and_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "_EVALUATION_BUDGET", 20_000)
     programs = 60000
     lengths = torch.full((programs,), 40, dtype=torch.int32)
     lengths[::2] = 20
