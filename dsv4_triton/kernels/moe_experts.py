@@ -7,9 +7,9 @@
 The routing weight is applied before w2. a, b, the products with w2 and the sum are fp32; the result is rounded once. A
 shared expert is one more expert that every token chooses with weight 1 (see `moe_router`).
 
-Five launches for few tokens: plan, dispatch (copy each token's row and weights to the positions of `moe_plan`), both
-products, combine (sum the rows back, in the order of the choices). Dispatch and combine: vector cores, a persistent
-loop over tokens, whole rows of D; UB: 2 rows. Source of the formula: `Expert` and `MoE` of the official inference code.
+Four launches for few tokens: `moe_dispatch`, both products, and combine (sum the rows back, in the order of the
+choices: vector cores, a persistent loop over tokens, whole rows of D; UB: 2 rows). Source of the formula: `Expert` and
+`MoE` of the official inference code.
 """
 
 from __future__ import annotations
@@ -26,33 +26,12 @@ from dsv4_triton.kernels._tiling import next_power_of_2
 from dsv4_triton.kernels._workspace import Part, carve, workspace_bytes
 from dsv4_triton.kernels.grouped_matmul import grouped_matmul
 from dsv4_triton.kernels.grouped_matmul_swiglu import grouped_matmul_swiglu
-from dsv4_triton.kernels.moe_plan import moe_plan, moe_plan_workspace, tile_capacity
+from dsv4_triton.kernels.moe_dispatch import moe_dispatch, moe_dispatch_workspace
+from dsv4_triton.kernels.moe_plan import tile_capacity
 
 OP = "moe_experts"
 RUN_TOKENS = 4096
 """Tokens of one pass over the experts; longer steps take several, so that scratch stays bounded."""
-
-
-@triton.jit(do_not_specialize=["T"])
-def _moe_dispatch_kernel(
-    x_ptr,
-    weights_ptr,
-    positions_ptr,
-    rows_ptr,
-    row_weights_ptr,
-    T,
-    K: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-):
-    d = tl.arange(0, BD)
-    for t in range(tl.program_id(0), T, tl.num_programs(0)):
-        x = tl.load(x_ptr + tl.cast(t, tl.int64) * D + d, mask=d < D, other=0.0)
-        for j in tl.static_range(K):
-            position = tl.load(positions_ptr + t * K + j).to(tl.int64)
-            if position >= 0:
-                tl.store(rows_ptr + position * D + d, x, mask=d < D)
-                tl.store(row_weights_ptr + position, tl.load(weights_ptr + t * K + j))
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -101,7 +80,7 @@ def moe_experts_workspace(tokens: int, k: int, num_experts: int, D: int, inner: 
     """Bytes of scratch that `moe_experts` takes at most for up to `tokens` tokens with k choices each."""
     tokens = min(tokens, RUN_TOKENS)
     scratch = _Scratch.of(tokens, k, tokens * k, D, inner, dtype)
-    return workspace_bytes(scratch) + moe_plan_workspace(tokens * k, num_experts)
+    return workspace_bytes(scratch) + moe_dispatch_workspace(tokens * k, num_experts)
 
 
 def _run(
@@ -122,14 +101,25 @@ def _run(
     scratch = _Scratch.of(T, k, tile_capacity(T * k, E, block_rows), D, inner, x.dtype)
     positions, tiles, num_tiles, row_weights, h, products = carve(OP, workspace, x.device, scratch)
     rest = None if workspace is None else workspace[workspace_bytes(scratch) :]
-    moe_plan(ids, E, block_rows=block_rows, positions=positions, tiles=tiles, num_tiles=num_tiles, workspace=rest)
     rows = products.view(-1).view(x.dtype)[: T * k * D].view(T * k, D)
-    grid = (min(T, family.vector_cores),)
-    _moe_dispatch_kernel[grid](x, weights, positions, rows, row_weights, T, K=k, D=D, BD=D)
+    moe_dispatch(
+        x,
+        weights,
+        ids,
+        E,
+        block_rows=block_rows,
+        rows=rows,
+        row_weights=row_weights,
+        positions=positions,
+        tiles=tiles,
+        num_tiles=num_tiles,
+        workspace=rest,
+    )
     grouped_matmul_swiglu(
         rows, w13, tiles, num_tiles, block_rows=block_rows, limit=limit, row_weights=row_weights, out=h
     )
     grouped_matmul(h, w2, tiles, num_tiles, block_rows=block_rows, out=products)
+    grid = (min(T, family.vector_cores),)
     _moe_combine_kernel[grid](products, positions, out, T, K=k, D=D, BD=D)
 
 

@@ -17,10 +17,11 @@ import triton.language as tl
 
 from dsv4_triton.device import family_of
 from dsv4_triton.kernels._checks import check_tensor, output
-from dsv4_triton.kernels._workspace import Part, carve, workspace_bytes
+from dsv4_triton.kernels._workspace import Part, carve, check_workspace, workspace_bytes
 
 OP = "moe_plan"
-_BLOCK = 16
+BLOCK = 16
+"""Pairs that are compared with all experts, or with all pairs of a chunk, at once."""
 _MIN_CHUNK = 64
 _MAX_CHUNK = 256
 _MAX_PAIRS = 1 << 24
@@ -35,7 +36,7 @@ def _load_ids(ids_ptr, first, pairs, E: tl.constexpr, BS: tl.constexpr):
 
 
 @triton.jit
-def _count_chunk(ids_ptr, chunk, pairs, E: tl.constexpr, EB: tl.constexpr, CHUNK: tl.constexpr, BS: tl.constexpr):
+def count_chunk(ids_ptr, chunk, pairs, E: tl.constexpr, EB: tl.constexpr, CHUNK: tl.constexpr, BS: tl.constexpr):
     """Pairs of each expert [EB] fp32 in one chunk."""
     expert = tl.arange(0, EB).to(tl.float32)[None, :]
     count = tl.zeros((EB,), tl.float32)
@@ -50,19 +51,26 @@ def _moe_count_kernel(
     ids_ptr, counts_ptr, pairs, E: tl.constexpr, EB: tl.constexpr, CHUNK: tl.constexpr, BS: tl.constexpr
 ):
     for chunk in range(tl.program_id(0), tl.cdiv(pairs, CHUNK), tl.num_programs(0)):
-        count = _count_chunk(ids_ptr, chunk, pairs, E, EB, CHUNK, BS)
+        count = count_chunk(ids_ptr, chunk, pairs, E, EB, CHUNK, BS)
         tl.store(counts_ptr + chunk * EB + tl.arange(0, EB), count)
 
 
 @triton.jit
-def _write_tiles(tiles_ptr, num_tiles_ptr, total, start, capacity, height, EB: tl.constexpr, BS: tl.constexpr):
-    """The tile list from each expert's row count and first row [EB]; `height` is the rows of a tile, fp32."""
+def tiles_needed(rows, height):
+    """Tiles of `height` rows that `rows` rows take; all fp32."""
+    return tl.floor((rows + (height - 1.0)) / height)
+
+
+@triton.jit
+def write_tiles(
+    tiles_ptr, num_tiles_ptr, total, start, need, before, capacity, height, EB: tl.constexpr, BS: tl.constexpr
+):
+    """The tile list from each expert's row count, first row, number of tiles and tiles of lower experts [EB]; `height`
+    is the rows of a tile, fp32."""
     expert = tl.arange(0, EB).to(tl.float32)[None, :]
-    need = tl.floor((total + (height - 1.0)) / height)
-    end = tl.cumsum(need, axis=0)
-    shift = (start - (end - need) * height)[None, :]
+    shift = (start - before * height)[None, :]
     last = (start + total)[None, :]
-    end = end[None, :]
+    end = (before + need)[None, :]
     used = tl.sum(need, axis=0)
     tl.store(num_tiles_ptr, used.to(tl.int32))
     for first in range(0, capacity, BS):
@@ -77,6 +85,22 @@ def _write_tiles(tiles_ptr, num_tiles_ptr, total, start, capacity, height, EB: t
         tl.store(tiles_ptr + slot, tl.where(live, owner, 0.0).to(tl.int32), mask=kept)
         tl.store(tiles_ptr + capacity + slot, tl.where(live, row, 0.0).to(tl.int32), mask=kept)
         tl.store(tiles_ptr + 2 * capacity + slot, tl.where(live, rows, 0.0).to(tl.int32), mask=kept)
+
+
+@triton.jit
+def place_block(
+    ids_ptr, first, chunk_first, pairs, base, E: tl.constexpr, EB: tl.constexpr, CHUNK: tl.constexpr, BS: tl.constexpr
+):
+    """Positions [BS] fp32 of the pairs from `first` on, -1 for none: `base [EB]` of their expert, and one for each
+    earlier pair of the same expert from `chunk_first` on, where the chunk of CHUNK pairs begins."""
+    number = tl.arange(0, EB).to(tl.float32)[None, :]
+    distance = tl.arange(0, CHUNK).to(tl.float32)[None, :] - tl.arange(0, BS).to(tl.float32)[:, None]
+    ids = _load_ids(ids_ptr, first, pairs, E, BS)
+    others = _load_ids(ids_ptr, chunk_first, pairs, E, CHUNK)
+    earlier = distance < (first - chunk_first).to(tl.float32)
+    position = tl.sum(tl.where(ids[:, None] == number, base[None, :], 0.0), axis=1)
+    position += tl.sum(tl.where((ids[:, None] == others[None, :]) & earlier, 1.0, 0.0), axis=1)
+    return tl.where(ids >= 0.0, position, -1.0)
 
 
 @triton.jit(do_not_specialize=["pairs", "capacity", "block_rows"])
@@ -96,14 +120,12 @@ def _moe_place_kernel(
 ):
     lane = tl.arange(0, BS)
     expert = tl.arange(0, EB)
-    number = expert.to(tl.float32)[None, :]
-    distance = tl.arange(0, CHUNK).to(tl.float32)[None, :] - lane.to(tl.float32)[:, None]
     chunks = tl.cdiv(pairs, CHUNK)
     for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
         before = tl.zeros((EB,), tl.float32)
         total = tl.zeros((EB,), tl.float32)
         if counts_ptr is None:
-            total = _count_chunk(ids_ptr, chunk, pairs, E, EB, CHUNK, BS)
+            total = count_chunk(ids_ptr, chunk, pairs, E, EB, CHUNK, BS)
         else:
             for c in range(0, chunks, BS):
                 at = counts_ptr + (c + lane)[:, None] * EB + expert[None, :]
@@ -111,18 +133,15 @@ def _moe_place_kernel(
                 total += tl.sum(counts, axis=0)
                 before += tl.sum(tl.where((lane < chunk - c)[:, None], counts, 0.0), axis=0)
         start = tl.cumsum(total, axis=0) - total
-        base = (start + before)[None, :]
+        base = start + before
         for first in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, pairs), BS):
-            ids = _load_ids(ids_ptr, first, pairs, E, BS)
-            others = _load_ids(ids_ptr, chunk * CHUNK, pairs, E, CHUNK)
-            earlier = distance < (first - chunk * CHUNK).to(tl.float32)
-            position = tl.sum(tl.where(ids[:, None] == number, base, 0.0), axis=1)
-            position += tl.sum(tl.where((ids[:, None] == others[None, :]) & earlier, 1.0, 0.0), axis=1)
-            position = tl.where(ids >= 0.0, position, -1.0).to(tl.int32)
+            position = place_block(ids_ptr, first, chunk * CHUNK, pairs, base, E, EB, CHUNK, BS).to(tl.int32)
             tl.store(positions_ptr + first + lane, position, mask=lane < pairs - first)
         if chunk == 0:
             height = block_rows.to(tl.float32)
-            _write_tiles(tiles_ptr, num_tiles_ptr, total, start, capacity, height, EB, BS)
+            need = tiles_needed(total, height)
+            before = tl.cumsum(need, axis=0) - need
+            write_tiles(tiles_ptr, num_tiles_ptr, total, start, need, before, capacity, height, EB, BS)
 
 
 def _chunk(pairs: int, block_e: int) -> int:
@@ -134,7 +153,7 @@ def _chunk(pairs: int, block_e: int) -> int:
 
 def _expert_block(num_experts: int) -> int:
     """Lanes of a vector over the experts."""
-    return triton.cdiv(num_experts, 16) * 16
+    return triton.cdiv(num_experts, BLOCK) * BLOCK
 
 
 def tile_capacity(pairs: int, num_experts: int, block_rows: int) -> int:
@@ -182,13 +201,15 @@ def moe_plan(
     positions = output(OP, "positions", positions, ids.shape, torch.int32, ids.device)
     tiles = output(OP, "tiles", tiles, (3, capacity), torch.int32, ids.device)
     num_tiles = output(OP, "num_tiles", num_tiles, (1,), torch.int32, ids.device)
+    if workspace is not None:
+        check_workspace(OP, workspace, ids.device)
     if pairs == 0:
         return positions, tiles, num_tiles.zero_()
     block_e = _expert_block(num_experts)
     chunk = _chunk(pairs, block_e)
     chunks = triton.cdiv(pairs, chunk)
     grid = (min(chunks, family_of(ids.device.type).vector_cores),)
-    shape = {"E": num_experts, "EB": block_e, "CHUNK": chunk, "BS": _BLOCK}
+    shape = {"E": num_experts, "EB": block_e, "CHUNK": chunk, "BS": BLOCK}
     counts = None
     if chunks > 1:
         (counts,) = carve(OP, workspace, ids.device, _counts(pairs, num_experts))

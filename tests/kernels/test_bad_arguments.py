@@ -100,6 +100,10 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
         **_ROTATE, "cache": paged(512), "slots": ints(T), "eps": 1e-6, "proj": floats(T, 2048),
         "ape": floats(4, 1024), "state": paged(2048), "state_slots": ints(T), "index_proj": floats(T, 512),
         "index_ape": floats(4, 256), "index_state": paged(512), "index_slots": ints(T), "out": floats(T, 32)}),
+    ("moe_dispatch", {
+        "x": floats(T, 32), "weights": floats(T, 2), "ids": ints(T, 2), "num_experts": 4, "block_rows": 4,
+        "rows": floats(2 * T, 32), "row_weights": floats(2 * T), "positions": ints(T, 2),
+        "tiles": ints(3, tile_capacity(2 * T, 4, 4)), "num_tiles": ints(1), "workspace": scratch()}),
     ("moe_experts", {
         "x": floats(T, 32), "w13": floats(4, 32, 32), "w2": floats(4, 32, 16), "weights": floats(T, 2),
         "ids": ints(T, 2), "swiglu_limit": None, "out": floats(T, 32), "workspace": scratch()}),
