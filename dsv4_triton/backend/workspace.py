@@ -58,7 +58,7 @@ def step_workspace(serving: Serving, dtype: torch.dtype, *, tokens: int, context
 
 def _needs(serving: Serving, dtype: torch.dtype, tokens: int, context: int, shards: int) -> Iterator[int]:
     model, layout, family = serving.model, serving.layout, serving.choices.family
-    yield hc_post_pre_workspace(tokens, dtype, family)
+    yield hc_post_pre_workspace(tokens, model.hidden, dtype, family)
     yield hc_head_workspace(tokens, dtype, family)
     yield moe_experts_workspace(
         tokens, model.experts_per_token + 1, model.experts + 1, model.hidden, model.moe_intermediate // shards, dtype

@@ -28,6 +28,7 @@ LANES = 16
 """Tokens whose mixes are read together to collapse some of them; the smallest tile of the product."""
 _MAX_TOKEN_TILE = 64
 _MAX_RUN = 8
+_MAX_CHUNK = 32
 
 
 @triton.jit(do_not_specialize=["T", "TP", "slices"])
@@ -75,21 +76,24 @@ def _mix_kernel(
 @triton.jit
 def mixes(
     part_ptr, first, TP, N: tl.constexpr, ROW: tl.constexpr, ROWS: tl.constexpr, PARTIALS: tl.constexpr,
-    LANES: tl.constexpr, WHOLE: tl.constexpr,
+    CHUNK: tl.constexpr, LANES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Rows ROW.. of the unscaled mixes `F fn^T`, [ROWS, LANES] fp32, of the tokens from `first` on.
 
-    WHOLE: there are LANES tokens in all, so that the rows of a partial result are one contiguous run.
+    CHUNK of the PARTIALS results are read at a time. WHOLE: there are LANES tokens in all, so that the rows of a
+    partial result are one contiguous run.
     """
-    number = tl.arange(0, PARTIALS)
+    number = tl.arange(0, CHUNK)
     at = part_ptr + ROW * TP + first
     if WHOLE:
-        run = tl.arange(0, ROWS * LANES)
-        total = tl.sum(tl.load(at + number[:, None] * (N * LANES) + run[None, :]), axis=0)
-        return tl.reshape(total, (ROWS, LANES))
-    row = tl.arange(0, ROWS)[None, :, None] * TP
-    at += number[:, None, None] * (N * TP) + row + tl.arange(0, LANES)[None, None, :]
-    return tl.sum(tl.load(at), axis=0)
+        at += number[:, None] * (N * LANES) + tl.arange(0, ROWS * LANES)[None, :]
+    else:
+        row = tl.arange(0, ROWS)[None, :, None] * TP
+        at += number[:, None, None] * (N * TP) + row + tl.arange(0, LANES)[None, None, :]
+    total = tl.sum(tl.load(at), axis=0)
+    for start in tl.static_range(CHUNK, PARTIALS, CHUNK):
+        total += tl.sum(tl.load(at + start * N * TP), axis=0)
+    return tl.reshape(total, (ROWS, LANES))
 
 
 @triton.jit
@@ -134,8 +138,8 @@ def collapse_token(x_ptr, norm, y_ptr, wide_ptr, t, pre, lane, norm_eps, D: tl.c
 @triton.jit
 def collapse_runs(
     x_ptr, part_ptr, square_ptr, scale_ptr, base_ptr, norm_ptr, y_ptr, wide_ptr, T, TP, BT, norm_eps, hc_eps, program,
-    D: tl.constexpr, N: tl.constexpr, PARTIALS: tl.constexpr, SLICES: tl.constexpr, RUN: tl.constexpr,
-    LANES: tl.constexpr, GRAM: tl.constexpr, WHOLE: tl.constexpr,
+    D: tl.constexpr, N: tl.constexpr, PARTIALS: tl.constexpr, CHUNK: tl.constexpr, SLICES: tl.constexpr,
+    RUN: tl.constexpr, LANES: tl.constexpr, GRAM: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """The collapse of runs of RUN tokens, every `num_programs`-th from number `program` on."""
     norm = 0.0
@@ -145,7 +149,7 @@ def collapse_runs(
     for run in range(program, tl.cdiv(T, RUN), tl.num_programs(0)):
         first = run * RUN // LANES * LANES
         rms = inverse_rms(square_ptr, first, TP, BT, norm_eps, 4 * D, SLICES, LANES, GRAM)
-        pre = mixes(part_ptr, first, TP, N, 0, 4, PARTIALS, LANES, WHOLE) * rms[None, :]
+        pre = mixes(part_ptr, first, TP, N, 0, 4, PARTIALS, CHUNK, LANES, WHOLE) * rms[None, :]
         pre = tl.trans(tl.sigmoid(pre * tl.load(scale_ptr) + base) + hc_eps)
         for t in range(run * RUN, tl.minimum(run * RUN + RUN, T)):
             collapse_token(x_ptr, norm, y_ptr, wide_ptr, t, pre, t - first, norm_eps, D, norm_ptr is not None)
@@ -179,6 +183,11 @@ class Mixed(NamedTuple):
     def gram(self) -> int:
         """BT, or 0 where `squares` holds plain sums."""
         return self.squares.shape[2] if self.squares.dim() == 3 else 0
+
+    @property
+    def chunk(self) -> int:
+        """Partial results that are read at once: the largest divisor of their number up to `_MAX_CHUNK`."""
+        return max(n for n in range(1, _MAX_CHUNK + 1) if self.part.shape[0] % n == 0)
 
     def group(self, limit: int) -> int:
         """Tokens whose results can be read as one tile, at most `limit`."""

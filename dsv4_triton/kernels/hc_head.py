@@ -29,12 +29,12 @@ _ROWS = 4
 @triton.jit(do_not_specialize=["T", "TP", "BT"])
 def _hc_head_finish_kernel(
     x_ptr, part_ptr, gram_ptr, scale_ptr, base_ptr, norm_ptr, out_ptr, T, TP, BT, norm_eps, hc_eps,
-    D: tl.constexpr, PARTIALS: tl.constexpr, SLICES: tl.constexpr, RUN: tl.constexpr, LANES: tl.constexpr,
-    WHOLE: tl.constexpr,
+    D: tl.constexpr, PARTIALS: tl.constexpr, CHUNK: tl.constexpr, SLICES: tl.constexpr, RUN: tl.constexpr,
+    LANES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     collapse_runs(
         x_ptr, part_ptr, gram_ptr, scale_ptr, base_ptr, norm_ptr, out_ptr, None, T, TP, BT, norm_eps, hc_eps,
-        tl.program_id(0), D, 4, PARTIALS, SLICES, RUN, LANES, True, WHOLE,
+        tl.program_id(0), D, 4, PARTIALS, CHUNK, SLICES, RUN, LANES, True, WHOLE,
     )  # fmt: skip
 
 
@@ -74,11 +74,13 @@ def hc_head(
     if T == 0:
         return out
     check_filled(OP, fn_parts=fn_parts)
-    part, gram = mix(OP, x, fn_parts, workspace)
+    mixed = mix(OP, x, fn_parts, workspace)
+    part, gram = mixed
     cores = family_of(x.device.type).vector_cores
     run = run_length(T, cores)
     _hc_head_finish_kernel[(min(triton.cdiv(T, run), cores),)](
         x, part, gram, scale, base, norm_weight, out, T, part.shape[2], gram.shape[2], norm_eps, hc_eps,
-        D=D, PARTIALS=part.shape[0], SLICES=gram.shape[0], RUN=run, LANES=LANES, WHOLE=part.shape[2] == LANES,
+        D=D, PARTIALS=part.shape[0], CHUNK=mixed.chunk, SLICES=gram.shape[0], RUN=run, LANES=LANES,
+        WHOLE=part.shape[2] == LANES,
     )  # fmt: skip
     return out

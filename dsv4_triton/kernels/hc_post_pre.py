@@ -3,12 +3,18 @@
     x'_k = post_k y + sum_j comb[j, k] x_j                  rounded to x's dtype: `hc_post`
     y', post', comb' = the collapse of the rounded x'       `hc_pre`
 
-For few tokens two kernels. The first makes x' and, while it is on the core, its products with fn: a program owns a
-slice of BD features of all four streams, keeps its columns of fn (24 rows, the parts added up to fp32) and walks over
-the tokens; products and the sums of squares are fp32 vector code, one partial result [24, 16 tokens] a slice. The
-second is the finish of `hc_pre`. For more tokens the matrix unit pays off: `hc_post`, then the two kernels of `hc_pre`.
-Making x' and multiplying it on the matrix unit in one kernel is no choice: A5 cannot link it, A2 leaves one of two
-vector cores idle. Grid: vector cores. UB bytes: about 4 * 24 * BD * 4 for fn and 3 * 24 * BD * 4 for the products.
+For few tokens two kernels, the second of them the finish of `hc_pre`. The first makes x' and, while it is on the core,
+its products with fn. A program owns a slice of BD features of all four streams.
+
+* Where vector cores can feed the cube within a kernel (A2, A3): x' of a tile of 16 tokens goes to the cube, which makes
+  the partial mixes and gram matrices of `_hc.py`, four products each. Both vector cores take half of the tokens; for
+  that the sums of squares must not be vector code. Grid: cube cores, a persistent loop over (token tile, slice). UB: 9
+  tiles [16, BD], operands doubled.
+* Elsewhere vector code alone: the program keeps its columns of fn (24 rows, the parts added up to fp32) and walks over
+  the tokens; one partial result [24, 16 tokens] and sums of squares a slice. Grid: vector cores. UB bytes: about
+  4 * 24 * BD * 4 for fn and 3 * 24 * BD * 4 for the products.
+
+For more tokens three kernels: `hc_post`, then the two of `hc_pre`.
 Source of the formulas: see `hc_post` and `hc_pre`.
 """
 
@@ -20,14 +26,19 @@ import triton.language as tl
 
 from dsv4_triton.device import Family, family_of
 from dsv4_triton.kernels._checks import check_tensor, output
-from dsv4_triton.kernels._hc import LANES, Mixed, mix
+from dsv4_triton.kernels._hc import LANES, Mixed, mix, parts_of
+from dsv4_triton.kernels._lang import extract_slice
 from dsv4_triton.kernels._workspace import Part, carve, workspace_bytes
 from dsv4_triton.kernels.hc_post import hc_post, new_stream
 from dsv4_triton.kernels.hc_pre import ROWS, Coefficients, Collapsed, finish, hc_pre_workspace
 
 OP = "hc_post_pre"
-FUSED_TOKENS = LANES
-"""Up to here the first kernel costs no more than a matrix product and a launch."""
+MATRIX_TOKENS = 64
+"""Up to here the first kernel with the matrix unit costs no more than `hc_post`, a product and a launch."""
+VECTOR_TOKENS = 8
+"""... and the one of vector code."""
+_MATRIX_FEATURES = 176
+"""Features of a slice with the matrix unit at most, for the vector memory of A2 and A3 in bf16."""
 FEATURES = 16
 """Slices are multiples of this many features."""
 
@@ -101,9 +112,64 @@ def _post_mix_kernel(
         tl.store(square_ptr + s * TP + lane, square)
 
 
-def feature_slice(D: int, cores: int) -> int:
-    """Features per program: all cores get one slice where D is large enough."""
-    return triton.cdiv(triton.cdiv(D, cores), FEATURES) * FEATURES
+@triton.jit
+def _stream_tile(y, x0, x1, x2, x3, post, comb, k: tl.constexpr, BT: tl.constexpr):
+    """Stream k of BT tokens in fp32: `hc_post.new_stream` with columns of post [BT, 4] and comb [BT, 16]."""
+    mixed = extract_slice(post, (0, k), (BT, 1), (1, 1)) * y
+    mixed += extract_slice(comb, (0, k), (BT, 1), (1, 1)) * x0
+    mixed += extract_slice(comb, (0, 4 + k), (BT, 1), (1, 1)) * x1
+    mixed += extract_slice(comb, (0, 8 + k), (BT, 1), (1, 1)) * x2
+    mixed += extract_slice(comb, (0, 12 + k), (BT, 1), (1, 1)) * x3
+    return mixed
+
+
+@triton.jit(do_not_specialize=["T", "TP", "slices"])
+def _post_matrix_kernel(
+    y_ptr, x_ptr, post_ptr, comb_ptr, fn_ptr, out_ptr, part_ptr, gram_ptr, T, TP, slices,
+    D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    d = tl.arange(0, BD)
+    row = tl.arange(0, ROWS)
+    lane = tl.arange(0, BT)
+    for item in range(tl.program_id(0), tl.cdiv(T, BT) * slices, tl.num_programs(0)):
+        s = item % slices
+        column = s * BD
+        first = item // slices * BT
+        inside = (d < D - column)[None, :]
+        there = (lane < T - first)[:, None]
+        live = there & inside
+        token = first + lane[:, None]
+        post = tl.load(post_ptr + token * 4 + tl.arange(0, 4)[None, :], mask=there, other=0.0)
+        comb = tl.load(comb_ptr + token * 16 + tl.arange(0, 16)[None, :], mask=there, other=0.0)
+        at = token * (4 * D) + column + d[None, :]
+        y = tl.load(y_ptr + token * D + column + d[None, :], mask=live, other=0.0).to(tl.float32)
+        x0 = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)
+        x1 = tl.load(x_ptr + at + D, mask=live, other=0.0).to(tl.float32)
+        x2 = tl.load(x_ptr + at + 2 * D, mask=live, other=0.0).to(tl.float32)
+        x3 = tl.load(x_ptr + at + 3 * D, mask=live, other=0.0).to(tl.float32)
+        fn_at = fn_ptr + row[:, None] * (4 * D) + column + d[None, :]
+        z = _stream_tile(y, x0, x1, x2, x3, post, comb, 0, BT).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + at, z, mask=live)
+        part = tl.dot(tl.load(fn_at, mask=inside, other=0.0), tl.trans(z), input_precision="ieee")
+        gram = tl.dot(z, tl.trans(z), input_precision="ieee")
+        for k in tl.static_range(1, 4):
+            z = _stream_tile(y, x0, x1, x2, x3, post, comb, k, BT).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + at + k * D, z, mask=live)
+            f = tl.load(fn_at + k * D, mask=inside, other=0.0)
+            part = tl.dot(f, tl.trans(z), part, input_precision="ieee")
+            gram = tl.dot(z, tl.trans(z), gram, input_precision="ieee")
+        tl.store(part_ptr + (s * ROWS + row[:, None]) * TP + first + lane[None, :], part)
+        tl.store(gram_ptr + (s * TP + token) * BT + lane[None, :], gram)
+
+
+def feature_slice(D: int, cores: int, limit: int) -> int:
+    """Features per slice, at most `limit`: every core gets as many slices where D is large enough."""
+    rounds = triton.cdiv(D, cores * limit)
+    return triton.cdiv(triton.cdiv(D, cores * rounds), FEATURES) * FEATURES
+
+
+def _fused_tokens(family: Family) -> int:
+    return MATRIX_TOKENS if family.mixed_kernels else VECTOR_TOKENS
 
 
 def _post_and_mix(
@@ -116,24 +182,46 @@ def _post_and_mix(
     workspace: torch.Tensor | None,
 ) -> Mixed:
     T, _, D = x.shape
-    cores = family_of(x.device.type).vector_cores
-    block = feature_slice(D, cores)
-    slices = triton.cdiv(D, block)
-    part, squares = carve(OP, workspace, x.device, _scratch(slices))
-    _post_mix_kernel[(min(slices, cores),)](
-        y, x, post, comb, fn_parts, out, part, squares, T, LANES, slices,
-        D=D, BD=block, N=ROWS, P=fn_parts.shape[0], LANES=LANES,
-    )  # fmt: skip
+    parts = fn_parts.shape[0]
+    family = family_of(x.device.type)
+    block, slices = _slices(D, x.dtype, family)
+    part, squares = carve(OP, workspace, x.device, _scratch(T, parts, slices, family))
+    if family.mixed_kernels:
+        padded = part.shape[2]
+        grid = (min(padded // LANES * slices, family.cube_cores),)
+        _post_matrix_kernel[grid](
+            y, x, post, comb, fn_parts, out, part, squares, T, padded, slices,
+            D=D, BD=block, ROWS=parts * ROWS, BT=LANES,
+        )  # fmt: skip
+    else:
+        _post_mix_kernel[(min(slices, family.vector_cores),)](
+            y, x, post, comb, fn_parts, out, part, squares, T, LANES, slices,
+            D=D, BD=block, N=ROWS, P=parts, LANES=LANES,
+        )  # fmt: skip
     return Mixed(part, squares)
 
 
-def _scratch(slices: int) -> list[Part]:
+def _slices(D: int, dtype: torch.dtype, family: Family) -> tuple[int, int]:
+    """Features of a slice and the number of slices."""
+    cores, limit = family.vector_cores, D
+    if family.mixed_kernels:
+        cores, limit = family.cube_cores, _MATRIX_FEATURES * 2 // dtype.itemsize // FEATURES * FEATURES
+    block = feature_slice(D, cores, limit)
+    return block, triton.cdiv(D, block)
+
+
+def _scratch(T: int, parts: int, slices: int, family: Family) -> list[Part]:
+    if family.mixed_kernels:
+        padded = triton.cdiv(T, LANES) * LANES
+        return [((slices * parts, ROWS, padded), torch.float32), ((slices, padded, LANES), torch.float32)]
     return [((slices, ROWS, LANES), torch.float32), ((slices, LANES), torch.float32)]
 
 
-def hc_post_pre_workspace(tokens: int, dtype: torch.dtype, family: Family) -> int:
-    """Bytes of scratch that `hc_post_pre` takes at most for up to `tokens` tokens of `dtype`."""
-    return max(hc_pre_workspace(tokens, dtype, family), workspace_bytes(_scratch(family.vector_cores)))
+def hc_post_pre_workspace(tokens: int, hidden: int, dtype: torch.dtype, family: Family) -> int:
+    """Bytes of scratch that `hc_post_pre` takes at most for up to `tokens` tokens of `hidden` features of `dtype`."""
+    _, slices = _slices(hidden, dtype, family)
+    fused = _scratch(min(tokens, _fused_tokens(family)), parts_of(dtype), slices, family)
+    return max(hc_pre_workspace(tokens, dtype, family), workspace_bytes(fused))
 
 
 def hc_post_pre(
@@ -171,7 +259,7 @@ def hc_post_pre(
         return out, results.y, results.post, results.comb
     if out.data_ptr() == x.data_ptr():
         raise ValueError(f"{OP}: out must not be x, every new stream reads all old ones")
-    if T <= FUSED_TOKENS:
+    if len(x) <= _fused_tokens(family_of(x.device.type)):
         mixed = _post_and_mix(y, x, post, comb, fn_parts, out, workspace)
     else:
         hc_post(y, x, post, comb, out=out)

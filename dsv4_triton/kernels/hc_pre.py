@@ -137,8 +137,9 @@ def _comb_in_registers(mix, scale, base_ptr, comb_at, live, eps, ITERS: tl.const
 def _hc_pre_finish_kernel(
     x_ptr, part_ptr, square_ptr, scale_ptr, base_ptr, norm_ptr, y_ptr, wide_ptr, post_ptr, comb_ptr, T, TP, BT,
     norm_eps, hc_eps,
-    D: tl.constexpr, ITERS: tl.constexpr, PARTIALS: tl.constexpr, SLICES: tl.constexpr, RUN: tl.constexpr,
-    GROUP: tl.constexpr, LANES: tl.constexpr, GRAM: tl.constexpr, WHOLE: tl.constexpr, REGISTERS: tl.constexpr,
+    D: tl.constexpr, ITERS: tl.constexpr, PARTIALS: tl.constexpr, CHUNK: tl.constexpr, SLICES: tl.constexpr,
+    RUN: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, GRAM: tl.constexpr, WHOLE: tl.constexpr,
+    REGISTERS: tl.constexpr,
 ):  # fmt: skip
     programs = tl.num_programs(0)
     groups = tl.cdiv(T, GROUP)
@@ -149,7 +150,7 @@ def _hc_pre_finish_kernel(
         first = group * GROUP
         live = lane < T - first
         rms = inverse_rms(square_ptr, first, TP, BT, norm_eps, 4 * D, SLICES, GROUP, GRAM)
-        mix = mixes(part_ptr, first, TP, 24, 4, 20, PARTIALS, GROUP, WHOLE) * rms[None, :]
+        mix = mixes(part_ptr, first, TP, 24, 4, 20, PARTIALS, CHUNK, GROUP, WHOLE) * rms[None, :]
         post_scale = tl.load(scale_ptr + 1)
         comb_scale = tl.load(scale_ptr + 2)
         if REGISTERS:
@@ -172,7 +173,7 @@ def _hc_pre_finish_kernel(
     start = (tl.program_id(0) + programs - groups % programs) % programs
     collapse_runs(
         x_ptr, part_ptr, square_ptr, scale_ptr, base_ptr, norm_ptr, y_ptr, wide_ptr, T, TP, BT, norm_eps, hc_eps, start,
-        D, 24, PARTIALS, SLICES, RUN, LANES, GRAM, WHOLE,
+        D, 24, PARTIALS, CHUNK, SLICES, RUN, LANES, GRAM, WHOLE,
     )  # fmt: skip
 
 
@@ -244,7 +245,8 @@ def finish(x: torch.Tensor, mixed: Mixed, parameters: Coefficients, results: Col
     _hc_pre_finish_kernel[(min(items, family.vector_cores),)](
         x, part, squares, parameters.scale, parameters.base, parameters.norm_weight, results.y, results.wide,
         results.post, results.comb, T, part.shape[2], mixed.gram, parameters.norm_eps, parameters.hc_eps,
-        D=D, ITERS=parameters.sinkhorn_iters, PARTIALS=part.shape[0], SLICES=squares.shape[0], RUN=run, GROUP=group,
+        D=D, ITERS=parameters.sinkhorn_iters, PARTIALS=part.shape[0], CHUNK=mixed.chunk,
+        SLICES=squares.shape[0], RUN=run, GROUP=group,
         LANES=LANES, GRAM=mixed.gram > 0, WHOLE=part.shape[2] == LANES, REGISTERS=family.vector_registers,
     )  # fmt: skip
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from dsv4_triton.compiler.launches import recording
 from dsv4_triton.device import A2, A5, HOST, acting_as
-from dsv4_triton.kernels.hc_post_pre import FUSED_TOKENS, hc_post_pre, hc_post_pre_workspace
+from dsv4_triton.kernels.hc_post_pre import MATRIX_TOKENS, VECTOR_TOKENS, hc_post_pre, hc_post_pre_workspace
 from dsv4_triton.kernels.hc_pre import hc_pre, split_fn
 from dsv4_triton.reference import hc_post_pre as reference
 from tests.numeric import Guarded, assert_close, assert_equal, poisoned
@@ -36,12 +37,13 @@ def compare(results, expected, dtype, wide):
 @pytest.mark.parametrize(
     ("T", "D", "dtype", "family"),
     [
-        *((T, 48, FP32, HOST) for T in (1, 3, FUSED_TOKENS, FUSED_TOKENS + 1, 130)),
-        *((T, 272, BF16, HOST) for T in (2, FUSED_TOKENS - 1, 33)),
+        *((T, 48, FP32, HOST) for T in (1, 17, MATRIX_TOKENS, MATRIX_TOKENS + 1, 130)),
+        *((T, 272, BF16, HOST) for T in (2, 33)),
         # many slices with a short last one (A2), and more cores than slices (A5)
         (5, 4096, BF16, A2),
-        (FUSED_TOKENS, 880, FP32, A2),
+        (16, 880, FP32, A2),
         (7, 112, FP32, A5),
+        (VECTOR_TOKENS + 1, 112, BF16, A5),
     ],
 )
 def test_equals_reference_and_keeps_to_its_memory(T, D, dtype, family):
@@ -49,7 +51,7 @@ def test_equals_reference_and_keeps_to_its_memory(T, D, dtype, family):
     options = EPS | {"norm_weight": torch.randn(D).to(dtype)}
     out, wide = Guarded((T, 4, D), dtype), Guarded((T, D), FP32)
     with acting_as(family):
-        workspace = poisoned((hc_post_pre_workspace(T, dtype, family),), torch.uint8)
+        workspace = poisoned((hc_post_pre_workspace(T, D, dtype, family),), torch.uint8)
         results = hc_post_pre(*arguments, **options, out=out.out, wide=wide.out, workspace=workspace)
     assert results[0].data_ptr() == out.out.data_ptr()
     compare(results, reference.hc_post_pre(*arguments, **options), dtype, wide.out)
@@ -80,10 +82,10 @@ def test_a_broken_token_disturbs_no_other(T):
 
 @pytest.mark.parametrize("family", [HOST, A2, A5])
 def test_the_workspace_suffices_for_any_number_of_tokens(family):
-    needed = hc_post_pre_workspace(300, BF16, family)
+    needed = hc_post_pre_workspace(300, 64, BF16, family)
     workspace = torch.empty(needed, dtype=torch.uint8)
-    with acting_as(family):
-        for T in (1, 2, FUSED_TOKENS, FUSED_TOKENS + 1, 63, 64, 65, 200, 300):
+    with acting_as(family), recording():
+        for T in (1, 2, VECTOR_TOKENS, VECTOR_TOKENS + 1, 63, 64, 65, 200, 300):
             hc_post_pre(*make(T, 64, BF16), **EPS, workspace=workspace)
         with pytest.raises(ValueError, match=r"hc_post_pre: workspace has 100 bytes, this call needs \d+"):
             hc_post_pre(*make(20, 64, BF16), **EPS, workspace=workspace[:100])
