@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import astuple, dataclass, fields
 from itertools import groupby
+from math import nan
 
 from dsv4_triton.bench.registry import Case
 from dsv4_triton.compiler.ascend_jobs import Outcome, run_all
@@ -36,8 +37,9 @@ class Line:
     """One case on one family, as the report prints it.
 
     status: `ok`, or what failed. launches: kernels that the op starts. ub, l1, l0c: the largest share of each memory
-    that one of them uses, in percent. estimate, minimum: microseconds of all launches without their start, and of the
-    least traffic and products of the job. limit: what the longest launch waits for. peer: the best public kernel.
+    that one of them uses, in percent. estimate, minimum: microseconds of all launches without their start, nan where
+    that is not known, and of the least traffic and products of the job. limit: what the longest launch waits for.
+    peer: the best public kernel.
     """
 
     family: str
@@ -100,9 +102,9 @@ def _line(case: Case, group: Sequence[Compiled], family: Family) -> Line:
         if one.result.facts is not None:
             for memory, size in limits.items():
                 shares[memory] = max(shares[memory], round(100 * one.result.facts.used(memory) / size))
-        facts = count(one.result.hivm, family, one.launch.grid, arguments_of(one.launch))
+        facts = count(one.result.hivm, family, one.launch.grid, arguments_of(one.launch), unwritten=one.scratch)
         cost = estimate(facts, family, resident=one.scratch)
-        total += cost.seconds
+        total += nan if facts.assumed or facts.unsupported else cost.seconds
         if cost.seconds > slowest:
             slowest, limit = cost.seconds, cost.resource
     least = minimum_seconds(case.minimum(family), family)
@@ -213,6 +215,7 @@ CANN, and every time is an estimate from exact counts by the model of [cost_mode
 A case is `ok` when all its kernels compile without a fallback, read nothing that nothing wrote, call only functions of
 the shipped device library, run no inner loop over single elements, and use both vector cores where they share work.
 Memories are the largest share that a kernel of the case uses. The minimum is the time of the least traffic and the
-least multiply-accumulates of the job; it takes no account of latency, so ratios of small steps are large. The best
-public kernel is that of `dsv4_triton/offline/peers.py`, estimated in the same way.
+least multiply-accumulates of the job; it takes no account of latency, so ratios of small steps are large. An estimate
+is nan where a count depends on numbers that an earlier launch of the op writes. The best public kernel is that of
+`dsv4_triton/offline/peers.py`, estimated in the same way.
 """
