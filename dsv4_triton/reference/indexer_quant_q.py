@@ -23,8 +23,8 @@ def indexer_quant_q(
     """Queries [T, HI, 128] -> (values [T, HI, 128] of `dtype`, scale [T, HI] or None).
 
     RoPE (half layout, last 64 features) rounds to `q.dtype`, unless q is `rotated` already; the Hadamard rotation
-    rounds to `q.dtype`; then `index_quant.quantise_rows`. Padding tokens (position -1) give zero values, or with `rotated`
-    what q holds.
+    rounds to `q.dtype`; then `index_quant.quantise_rows`. Padding tokens (position -1) give zero values, or with
+    `rotated` what q holds.
     """
     if not rotated:
         q = rope(q, positions, cos_sin)
