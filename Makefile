@@ -34,7 +34,7 @@ help:
 	@echo "make test     lint and run the whole test suite"
 	@echo "make lint     ruff (rules and format) and mypy        make format   apply ruff's fixes and format"
 	@echo "make pytest   the tests alone (PYTEST_ARGS=...)       make venv     only install into $(VENV)"
-	@echo "make gates    compile every kernel at every shape for every family, against docs/static_report.md"
+	@echo "make gates    compile every kernel at every shape for every family, without a loss"
 	@echo "make clean    remove the demo checkpoint and caches   (Python: $(or $(PYTHON),none found, 3.10 or 3.11 is needed))"
 
 venv: $(STAMP)

@@ -74,7 +74,7 @@ class LayerLaunches:
         return len(self.launches)
 
 
-class _Log:
+class Log:
     """The launches of the running layer, in order: operations by `note`, kernels from the list of `recording`."""
 
     def __init__(self, recorded: list[Launch]) -> None:
@@ -120,10 +120,10 @@ class _Unwritten(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Operations(TorchDispatchMode):
+class Operations(TorchDispatchMode):
     """Notes every operation that starts work, also those inside the attention op."""
 
-    def __init__(self, log: _Log) -> None:
+    def __init__(self, log: Log) -> None:
         super().__init__()
         self._log = log
 
@@ -140,13 +140,13 @@ class _Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _vllm_config(settings: DemoSettings, tokens: int, options: dict[str, Any], folder: str) -> VllmConfig:
+def _vllm_config(settings: DemoSettings, max_tokens: int, options: dict[str, Any], folder: str) -> VllmConfig:
     from vllm.engine.arg_utils import EngineArgs
 
     Path(folder, "config.json").write_text(json.dumps(model_config(settings)))
     arguments = EngineArgs(
-        model=folder, dtype=settings.dtype, skip_tokenizer_init=True, enforce_eager=True, max_num_seqs=tokens,
-        max_model_len=settings.context, max_num_batched_tokens=max(tokens, 256),
+        model=folder, dtype=settings.dtype, skip_tokenizer_init=True, enforce_eager=True, max_num_seqs=max_tokens,
+        max_model_len=settings.context, max_num_batched_tokens=max_tokens,
         additional_config={"dsv4_triton": options},
     )  # fmt: skip
     return arguments.create_engine_config()
@@ -201,11 +201,11 @@ def _bind_caches(config: VllmConfig, tokens: int, context: int) -> dict[str, Any
 
 def layer_launches(
     *, model: str = "flash", family: str = "a2", tokens: int = 16, context: int = 32768, dtype: str = "bfloat16",
-    options: dict[str, Any] | None = None,
+    max_tokens: int = 256,
 ) -> list[LayerLaunches]:  # fmt: skip
-    """What each kind of layer launches in a decode step of `tokens` requests, the longest of them `context` long.
+    """What each kind of layer launches in a decode step of `tokens` requests that are `context` long.
 
-    `options` are those of `--additional-config`. Each layer follows another one, as inside the model.
+    `max_tokens` is the largest step the model is built for. Each layer follows another one, as inside the model.
     """
     os.environ.update(_ENVIRONMENT)
     logging.getLogger("vllm").setLevel(logging.ERROR)
@@ -219,7 +219,7 @@ def layer_launches(
     )  # fmt: skip
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        config = _vllm_config(settings, tokens, {"device_family": family} | (options or {}), folder)
+        config = _vllm_config(settings, max(tokens, max_tokens), {"device_family": family}, folder)
         activations = config.model_config.dtype
         with (
             _built(config, activations, folder) as built,
@@ -229,10 +229,10 @@ def layer_launches(
         ):
             metadata = _bind_caches(config, tokens, context)
             recorded.clear()
-            log = _Log(recorded)
+            log = Log(recorded)
             ids = torch.zeros(tokens, dtype=torch.int64)
             state = torch.zeros(tokens, 4, s.hidden, dtype=activations)
-            with set_forward_context(metadata, config), _Operations(log):
+            with set_forward_context(metadata, config), Operations(log):
                 kinds = [("", ""), *[(kind, router) for router in ROUTERS for kind in KINDS]]
                 layers: Any = built.model.layers
                 for layer, (kind, router) in zip(layers, kinds, strict=True):

@@ -207,8 +207,8 @@ def regressions(found: Iterable[Line], earlier: dict[tuple[str, str, str], Line]
 _INTRODUCTION = """
 # Static report
 
-Written by `dsv4-triton compile --report docs/static_report.md`; `make gates` writes it again and fails when a case gets
-worse. Every public op at the shapes of DeepSeek-V4-Flash and -Pro goes through triton-ascend and the HIVM compiler with
+Written by `dsv4-triton compile --report FILE`; with `--against EARLIER` it fails when a case is worse than there.
+Every public op at the shapes of DeepSeek-V4-Flash and -Pro goes through triton-ascend and the HIVM compiler with
 its memory planned and its library calls looked up. Nothing ran on a device: `hivmc`, which makes the binary, is part of
 CANN, and every time is an estimate from exact counts by the model of [cost_model.md](cost_model.md).
 
