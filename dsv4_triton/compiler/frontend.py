@@ -166,12 +166,19 @@ def locations(text: str) -> dict[str, tuple[str, ...]]:
     return places
 
 
+_ATTEMPTS = 3
+"""Runs of a tool that crashes: triton-adapter-opt 3.2.0 crashes at random on some kernels, and not the next time."""
+
+
 def run_tool(command: list[str], text: str, kernel_name: str) -> str:
     """Run an MLIR tool from standard input to standard output; `KernelCompileError` with its own message if it
     fails.
     """
     environment = {**os.environ, "MLIR_DISABLE_CRASH_REPORTER": "1"}
-    result = subprocess.run(command, input=text, capture_output=True, text=True, env=environment)
+    for _ in range(_ATTEMPTS):
+        result = subprocess.run(command, input=text, capture_output=True, text=True, env=environment)
+        if result.returncode >= 0:
+            break
     if result.returncode < 0:
         name = f"{Path(command[0]).name} crashed ({signal.Signals(-result.returncode).name})"
         raise KernelCompileError(
