@@ -104,6 +104,17 @@ def test_block_placement_and_garbage_in_reused_pages(llm: Any, one_shot: Callabl
             assert engine.worst(scores, [one_shot(length) for length in lengths]) <= TOLERANCE
 
 
+@pytest.mark.xfail(
+    strict=True, reason="the end of the longest prompt differs by 0.011: a choice inside rounding or a fault, not known"
+)
+def test_chunks_of_77_shared_by_five_prompts(llm: Any, one_shot: Callable[[int], torch.Tensor]) -> None:
+    lengths = (1, 4, 129, 300, 600)
+    engine.forget(llm)
+    with engine.chunks_of(llm, 77):
+        scores = engine.score(llm, [engine.prompt(length) for length in lengths])
+    assert engine.worst(scores, [one_shot(length) for length in lengths]) <= TOLERANCE
+
+
 def test_preempted_requests_resume(llm: Any, checkpoint: Callable[[str], Path], monkeypatch: Any) -> None:
     """Answers outgrow a small cache: some requests are preempted, recomputed, and end with the same answer.
 
