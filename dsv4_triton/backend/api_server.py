@@ -1,8 +1,8 @@
 """Requests that vLLM 0.27.1's HTTP server answers with 500 although the client is wrong, answered with 400.
 
-Its pydantic validators run before the types are checked and call `.get` on whatever the body holds; the DeepSeek-V4
-chat encoding and the Messages API report a client's mistake as their own. Goes when vLLM answers these itself:
-tests/serving/test_malformed.py lists them.
+Its pydantic validators run before the types are checked and call `.get` on whatever the body holds; items of
+`/v1/responses` that are no messages are read as messages; the DeepSeek-V4 chat encoding and the Messages API report a
+client's mistake as their own. Goes when vLLM answers these itself: tests/serving/test_malformed.py lists them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.entrypoints.chat_utils import parse_chat_messages_async
 from vllm.entrypoints.openai.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.entrypoints.serve.utils.error_response import create_error_response
@@ -33,6 +34,8 @@ _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _CLIENT_ERRORS = (VLLMClientError, ValueError, TypeError, OverflowError)
 """What vLLM blames on the client when it comes out of an endpoint."""
 _HANDLERS = ("create_messages", "count_tokens")
+_CANNOT_WORK = ("/scale_elastic_ep", "/is_scaling_elastic_ep")
+"""Routes that need expert parallelism, which `limits` refuses; vLLM answers even proper requests to them with 500."""
 
 
 def answer_client_errors(app: FastAPI) -> None:
@@ -42,6 +45,7 @@ def answer_client_errors(app: FastAPI) -> None:
     app.add_exception_handler(EngineGenerateError, _answer_engine_error)
     for kind in (AttributeError, LookupError, RecursionError, NotImplementedError):
         app.add_exception_handler(kind, _answer)
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) not in _CANNOT_WORK]
     app.middleware_stack = None  # vLLM has built it; the first request builds it again, with these handlers
     for name in _HANDLERS:
         handler = getattr(AnthropicServingMessages, name)
@@ -93,9 +97,13 @@ def _client_error(error: BaseException) -> ErrorResponse | None:
         return create_error_response("the request is nested too deeply")
     if isinstance(error, NotImplementedError):
         return create_error_response(str(error))
-    if isinstance(error, (AttributeError, LookupError)) and (frame := _frame(error, TypeAdapter.validate_python)):
-        misfit = _misfit(frame.f_locals["self"]._type, frame.f_locals["object"])
-        return create_error_response(misfit or f"the body is malformed: {error}")
+    if isinstance(error, (AttributeError, LookupError)):
+        if frame := _frame(error, TypeAdapter.validate_python):
+            misfit = _misfit(frame.f_locals["self"]._type, frame.f_locals["object"])
+            return create_error_response(misfit or f"the body is malformed: {error}")
+        if _frame(error, parse_chat_messages_async):
+            reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+            return create_error_response(f"a message or item cannot be read: {reason}")
     return None
 
 
