@@ -4,7 +4,10 @@ Formula, per token and head: `q <- q * rsqrt(mean(q^2 over 512) + eps)`, then th
 angles of the token's position (half layout, see `_rope`). fp32 from load to store, one cast. The indexer's queries, of
 which the last 64 features are rotated without a norm, may take part in the launch: its product then has operands that
 come from memory as they are.
-Grid: persistent over (token, block of heads), one `[BH, 512]` tile each. UB: about `BH * 512 * 23` bytes on A2 (bf16).
+Grid: persistent over (token, block of heads), one `[BH, 512]` tile each; blocks are so small that every core has one,
+and those of the indexer's heads start at the core behind the last of them. UB: about `BH * 512 * 19` bytes on A2
+(bf16), `BH * 512 * 11` where a core has a single block. Squares are summed by halves of the row, and the zeros of a
+padding token are stored in pieces: otherwise 32 heads do not fit.
 Source: DeepSeek-V4 reference attention (q path); the fp32 rounding follows vLLM's fused kernel.
 """
 
@@ -14,24 +17,36 @@ import triton.language as tl
 
 from dsv4_triton.device import family_of
 from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor, output
+from dsv4_triton.kernels._lang import extract_slice
 from dsv4_triton.kernels._rope import HALF, heads_per_block, load_cos_sin, rotate
+from dsv4_triton.kernels._tiling import next_power_of_2
 
 OP = "q_norm_rope"
 HEAD_DIM = 512
 ROTARY = 64
+MIN_HEADS_AT_ONCE = 2
+"""Tiles of a single row are refused by the A5 compiler of triton-ascend 3.2.0."""
 MAX_HEADS_PER_BLOCK = 16
+MAX_HEADS_AT_ONCE = 32
+"""bf16 heads of a block: in loops with two buffers, and where every core has a single block and needs no second."""
 INDEX_DIM = 128
 MAX_INDEX_HEADS_PER_BLOCK = 64
 
 
 @triton.jit
-def _rotate_index_heads(q_ptr, positions_ptr, cos_sin_ptr, items, H: tl.constexpr, BH: tl.constexpr, D: tl.constexpr):
-    """Rotate q [T, H, D] in place; item i is the block `i % (H / BH)` of heads of token `i // (H / BH)`."""
+def _rotate_index_heads(
+    q_ptr, positions_ptr, cos_sin_ptr, before, items, H: tl.constexpr, BH: tl.constexpr, D: tl.constexpr
+):
+    """Rotate q [T, H, D] in place; item i is the block `i % (H / BH)` of heads of token `i // (H / BH)`.
+
+    The programs take turns as if `before` items had come first.
+    """
     ROTATED: tl.constexpr = D - 2 * HALF
     head = tl.arange(0, BH)[:, None] * D
     lane = tl.arange(0, HALF)[None, :]
     dtype = q_ptr.dtype.element_ty
-    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+    programs = tl.num_programs(0)
+    for item in range((tl.program_id(0) + programs - before % programs) % programs, items, programs):
         position = tl.load(positions_ptr + item // (H // BH))
         base = q_ptr + tl.cast(item, tl.int64) * (BH * D)
         if position >= 0:
@@ -68,7 +83,7 @@ def _q_norm_rope_kernel(
     head = tl.arange(0, BH)[:, None] * D
     column = tl.arange(0, D)[None, :]
     lane = tl.arange(0, HALF)[None, :]
-    plain = column < PLAIN
+    dtype = q_ptr.dtype.element_ty
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         token = item // (H // BH)
         position = tl.load(positions_ptr + token)
@@ -79,19 +94,29 @@ def _q_norm_rope_kernel(
             target = out_ptr + base
         if position >= 0:
             cos, sin = load_cos_sin(cos_sin_ptr, position, False)
-            x = tl.load(source + head + column, mask=plain, other=0.0).to(tl.float32)
-            a = tl.load(source + PLAIN + head + lane).to(tl.float32)
-            b = tl.load(source + PLAIN + HALF + head + lane).to(tl.float32)
-            total = tl.sum(x * x, axis=1) + tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
+            x = tl.load(source + head + column).to(tl.float32)
+            left = extract_slice(x, (0, 0), (BH, D // 2), (1, 1))
+            right = extract_slice(x, (0, D // 2), (BH, D // 2), (1, 1))
+            total = tl.sum(left * left + right * right, axis=1)
             scale = tl.rsqrt(total * (1.0 / D) + eps)[:, None]
-            a, b = rotate(a * scale, b * scale, cos[None, :], sin[None, :])
-            tl.store(target + head + column, (x * scale).to(q_ptr.dtype.element_ty), mask=plain)
-            tl.store(target + PLAIN + head + lane, a.to(q_ptr.dtype.element_ty))
-            tl.store(target + PLAIN + HALF + head + lane, b.to(q_ptr.dtype.element_ty))
+            x = x * scale
+            a = extract_slice(x, (0, PLAIN), (BH, HALF), (1, 1))
+            b = extract_slice(x, (0, PLAIN + HALF), (BH, HALF), (1, 1))
+            a, b = rotate(a, b, cos[None, :], sin[None, :])
+            tl.store(target + head + column, x.to(dtype), mask=column < PLAIN)
+            tl.store(target + PLAIN + head + lane, a.to(dtype))
+            tl.store(target + PLAIN + HALF + head + lane, b.to(dtype))
         else:
-            tl.store(target + head + column, tl.zeros((BH, D), q_ptr.dtype.element_ty))
+            for start in range(0, D, 128):
+                tl.store(target + head + start + tl.arange(0, 128)[None, :], tl.zeros((BH, 128), dtype))
     if INDEX_H > 0:
-        _rotate_index_heads(index_ptr, positions_ptr, cos_sin_ptr, index_items, INDEX_H, INDEX_BH, INDEX_D)
+        _rotate_index_heads(index_ptr, positions_ptr, cos_sin_ptr, items, index_items, INDEX_H, INDEX_BH, INDEX_D)
+
+
+def heads_at_once(rows: int, cores: int, element_size: int) -> int:
+    """Heads of a block for `rows` heads of all tokens: a block a core while one can hold that much."""
+    share = max(MIN_HEADS_AT_ONCE, next_power_of_2(triton.cdiv(rows, cores)))
+    return share if share * element_size <= MAX_HEADS_AT_ONCE * 2 else MAX_HEADS_PER_BLOCK * 2 // element_size
 
 
 def q_norm_rope(
@@ -120,14 +145,23 @@ def q_norm_rope(
     if q.numel() == 0:
         return out
     check_filled(OP, cos_sin=cos_sin)
-    block = heads_per_block(heads, MAX_HEADS_PER_BLOCK)
+    cores = family_of(q.device.type).vector_cores
+    size = q.element_size()
+    block = heads_per_block(heads, heads_at_once(tokens * heads, cores, size))
     items = tokens * (heads // block)
-    index_block = heads_per_block(index_heads, MAX_INDEX_HEADS_PER_BLOCK) if index_heads else 1
-    grid = (min(items, family_of(q.device.type).vector_cores),)
+    index_block, index_items = 1, 0
+    if index_heads:
+        share = next_power_of_2(triton.cdiv(tokens * index_heads, cores - items % cores))
+        index_block = min(MAX_INDEX_HEADS_PER_BLOCK, max(MIN_HEADS_AT_ONCE, share))
+        index_block = heads_per_block(index_heads, index_block)
+        index_items = tokens * (index_heads // index_block)
+    # A core with a single block has nothing to fill a second buffer with.
+    options = {"multibuffer": False} if block * size > MAX_HEADS_PER_BLOCK * 2 else {}
+    grid = (min(items + index_items, cores),)
     _q_norm_rope_kernel[grid](
         q, out, q if index_q is None else index_q, positions, cos_sin,
-        items, tokens * (index_heads // index_block), eps,
+        items, index_items, eps,
         H=heads, BH=block, D=HEAD_DIM, INDEX_H=index_heads, INDEX_BH=index_block, INDEX_D=INDEX_DIM,
-        IN_PLACE=out.data_ptr() == q.data_ptr(),
+        IN_PLACE=out.data_ptr() == q.data_ptr(), **options,
     )  # fmt: skip
     return out
