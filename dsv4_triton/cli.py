@@ -224,7 +224,7 @@ def compile_kernels(
     """
     from dsv4_triton import offline
     from dsv4_triton.bench.registry import RegistryError
-    from dsv4_triton.compiler.ascend_tools import ToolMissingError
+    from dsv4_triton.compiler.ascend.tools import ToolMissingError
     from dsv4_triton.offline import report as reports
 
     for needs, given, option in (

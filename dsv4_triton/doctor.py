@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dsv4_triton import __version__
-from dsv4_triton.compiler.ascend_tools import ToolMissingError, Tools, tools_for
+from dsv4_triton.compiler.ascend.tools import ToolMissingError, Tools, tools_for
 from dsv4_triton.device import FAMILIES, HOST, Family, UnsupportedDeviceError, family_of_soc
 
 Status = Literal["ok", "warn", "fail"]

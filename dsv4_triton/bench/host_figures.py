@@ -144,7 +144,8 @@ def launch_microseconds() -> float:
 
 def measure() -> tuple[list[Row], float]:
     """All rows, and the microseconds of a launch. Raises `RuntimeError` when a result is wrong."""
-    from dsv4_triton.compiler import host, host_runtime
+    from dsv4_triton.compiler import host
+    from dsv4_triton.compiler.host import runtime
 
     interpreter = _interpreter_times()
     threads = torch.get_num_threads()
@@ -153,7 +154,7 @@ def measure() -> tuple[list[Row], float]:
     with tempfile.TemporaryDirectory() as empty, host.installed():
         os.environ["DSV4_TRITON_CACHE_DIR"] = empty
         torch.set_num_threads(1)
-        host_runtime.set_threads(1)
+        runtime.set_threads(1)
         try:
             launch = launch_microseconds()
             for case in cases():
@@ -163,7 +164,7 @@ def measure() -> tuple[list[Row], float]:
                 rows.append(Row(case.name, native, reference, interpreter[case.name], build))
         finally:
             torch.set_num_threads(threads)
-            host_runtime.set_threads(None)
+            runtime.set_threads(None)
             if cache is None:
                 del os.environ["DSV4_TRITON_CACHE_DIR"]
             else:

@@ -13,8 +13,8 @@ import torch
 from dsv4_triton import __version__
 from dsv4_triton.bench.registry import MODELS, Case, select
 from dsv4_triton.compiler.ascend import compile_all
-from dsv4_triton.compiler.ascend_result import CompileResult
-from dsv4_triton.compiler.ascend_tools import tools_for
+from dsv4_triton.compiler.ascend.result import CompileResult
+from dsv4_triton.compiler.ascend.tools import tools_for
 from dsv4_triton.compiler.cost import scratch_of
 from dsv4_triton.compiler.launches import Launch, recording
 from dsv4_triton.device import FAMILIES, Family, acting_as

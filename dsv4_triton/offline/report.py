@@ -15,9 +15,9 @@ from itertools import groupby
 from math import nan
 
 from dsv4_triton.bench.registry import Case
-from dsv4_triton.compiler.ascend_jobs import Outcome, run_all
+from dsv4_triton.compiler.ascend.jobs import Outcome, run_all
 from dsv4_triton.compiler.cost import arguments_of, count, estimate
-from dsv4_triton.compiler.cost_estimate import minimum_seconds
+from dsv4_triton.compiler.cost.estimate import minimum_seconds
 from dsv4_triton.device import FAMILIES, Family
 from dsv4_triton.offline import Compiled
 from dsv4_triton.offline.peers import peer_of

@@ -11,7 +11,7 @@ from dsv4_triton.compiler import host
 from dsv4_triton.compiler.binding import KernelArgumentError
 from dsv4_triton.compiler.launches import is_recording, recording
 from dsv4_triton.device import A2, A5, HOST, acting_as, family_of
-from tests.compiler import feature_kernels as k
+from tests.compiler.host import feature_kernels as k
 from tests.numeric import assert_equal
 
 

@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 from dsv4_triton import offline
 from dsv4_triton.cli import app
-from dsv4_triton.compiler import ascend_tools
-from dsv4_triton.compiler.ascend_facts import Facts, ScalarLoop, UnwrittenRead
-from dsv4_triton.compiler.ascend_result import CompileResult
-from dsv4_triton.compiler.ascend_tools import Diagnostics
+from dsv4_triton.compiler.ascend import tools
+from dsv4_triton.compiler.ascend.facts import Facts, ScalarLoop, UnwrittenRead
+from dsv4_triton.compiler.ascend.result import CompileResult
+from dsv4_triton.compiler.ascend.tools import Diagnostics
 from dsv4_triton.device import A2, A5, FAMILIES
 
 runner = CliRunner(env={"COLUMNS": "250"})
@@ -22,7 +22,7 @@ SMALL = ["compile", "--family", "a2", "--kernel", "muls_add", "--model", "demo"]
 
 @pytest.fixture(autouse=True)
 def _without_cann(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ascend_tools.shutil, "which", lambda name: None)
+    monkeypatch.setattr(tools.shutil, "which", lambda name: None)
 
 
 def run(*arguments: str):
@@ -72,7 +72,7 @@ def test_bad_requests_list_what_exists(arguments: list[str], says: list[str]) ->
 
 def test_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(arch: str) -> None:
-        raise ascend_tools.ToolMissingError("bishengir-compile is missing: pip install [this]")
+        raise tools.ToolMissingError("bishengir-compile is missing: pip install [this]")
 
     monkeypatch.setattr("dsv4_triton.compiler.ascend.tools_for", missing)
     result = run(*SMALL)
