@@ -1,8 +1,8 @@
 """`out = x * scale + y`, element by element.
 
 x and y are bf16 or fp32 of the same shape, possibly of different dtypes; fp32 arithmetic, one rounding to y's dtype.
-Grid: vector cores; a persistent loop over blocks of 8192 elements (UB: 2 fp32 blocks and the three operand blocks,
-doubled).
+Grid: vector cores; a persistent loop over blocks of up to 8192 elements, so few that every core has one (UB: 2 fp32
+blocks and the three operand blocks, doubled).
 """
 
 import torch
@@ -11,8 +11,10 @@ import triton.language as tl
 
 from dsv4_triton.device import family_of
 from dsv4_triton.kernels._checks import FLOATS, check_tensor, output
+from dsv4_triton.kernels._tiling import next_power_of_2
 
-_BLOCK = 8192
+_MIN_BLOCK = 512
+_MAX_BLOCK = 8192
 
 
 @triton.jit(do_not_specialize=["N", "scale"])
@@ -37,6 +39,8 @@ def muls_add(x: torch.Tensor, y: torch.Tensor, scale: float, *, out: torch.Tenso
     out = output("muls_add", "out", out, y.shape, y.dtype, y.device)
     if out.numel() == 0:
         return out
-    grid = (min(triton.cdiv(out.numel(), _BLOCK), family_of(x.device.type).vector_cores),)
-    _muls_add_kernel[grid](x, y, out, out.numel(), float(scale), BLOCK=_BLOCK)
+    cores = family_of(x.device.type).vector_cores
+    block = min(_MAX_BLOCK, max(_MIN_BLOCK, next_power_of_2(triton.cdiv(out.numel(), cores))))
+    grid = (min(triton.cdiv(out.numel(), block), cores),)
+    _muls_add_kernel[grid](x, y, out, out.numel(), float(scale), BLOCK=block)
     return out

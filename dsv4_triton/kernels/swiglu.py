@@ -3,8 +3,9 @@
     gate = min(x[:, :I], limit);  up = clamp(x[:, I:], -limit, limit);  out = row_weight * silu(gate) * up
 
 The gate is clamped before silu and has no lower bound. Inputs bf16 or fp32, fp32 arithmetic, one rounding to the
-output's dtype. Grid: vector cores; a persistent loop over tiles [BM, BI] of the output. UB per tile: 3 fp32 tiles and
-the input and output tiles, doubled. Source of the formula: `Expert` of the official DeepSeek inference code.
+output's dtype. Grid: vector cores; a persistent loop over tiles [BM, BI] of the output, so small that every
+core has one. UB per tile: 3 fp32 tiles and the input and output tiles, doubled. Source of the formula: `Expert` of the
+official DeepSeek inference code.
 """
 
 import torch
@@ -15,7 +16,8 @@ from dsv4_triton.device import family_of
 from dsv4_triton.kernels._checks import FLOATS, check_tensor
 from dsv4_triton.kernels._tiling import even_block, next_power_of_2
 
-_TILE = 4096
+_MIN_TILE = 256
+_MAX_TILE = 4096
 _MAX_COLUMNS = 2048
 
 
@@ -87,9 +89,11 @@ def swiglu(
         check_tensor("swiglu", "out", out, (rows, inner), FLOATS, device=x.device)
     if out.numel() == 0:
         return out
-    block_i = even_block(inner, _MAX_COLUMNS)
-    block_m = min(max(1, _TILE // next_power_of_2(block_i)), next_power_of_2(rows))
+    cores = family_of(x.device.type).vector_cores
+    tile = min(_MAX_TILE, max(_MIN_TILE, next_power_of_2(triton.cdiv(rows * inner, cores))))
+    block_i = even_block(inner, min(tile, _MAX_COLUMNS))
+    block_m = min(max(1, tile // next_power_of_2(block_i)), next_power_of_2(rows))
     tiles = triton.cdiv(rows, block_m) * (inner // block_i)
-    grid = (min(tiles, family_of(x.device.type).vector_cores),)
+    grid = (min(tiles, cores),)
     _swiglu_kernel[grid](x, row_weights, out, rows, INNER=inner, LIMIT=float(limit or 0), BM=block_m, BI=block_i)
     return out
