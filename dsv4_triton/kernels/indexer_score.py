@@ -10,7 +10,7 @@ factor. Entry s is row s % rows of block table[req, s // rows]. Scores are fp32;
 A tile is BLOCK rows of one page: q [HI, 128] times K^T [128, BLOCK]; the other way round A5 transposes on the vector
 core, with a function that its device library lacks. Tiles from n_vis on are not read; rows from n_vis on inside the
 last tile are computed, and replaced if the caller wants them hidden. Grid: one program per cube core at most,
-persistent over (token, group of GROUP tiles). L0C bytes: BLOCK * HI * 4. UB bytes: about BLOCK * HI * 8. On A2 and A3
+persistent over (group of tiles, token), tokens first: short requests then leave no core idle. L0C bytes: BLOCK * HI * 4. UB bytes: about BLOCK * HI * 8. On A2 and A3
 `tile_mix_vector_loop=1` divides the vector work between both vector cores, and a single store per tile keeps matrix and
 vector work overlapped; hence a second kernel for the rest of the row.
 Families: all (e4m3 where the matrix unit has it: A5, host). Source: docs/model.md, section 6.
@@ -27,11 +27,13 @@ from dsv4_triton.kernels._index_quant import FORMATS, SCALE_DTYPES
 OP = "indexer_score"
 DIM = 128
 MAX_TILE_ROWS = 128
-TILES_PER_GROUP = 8
+MIN_TILES_PER_GROUP = 8
+MAX_TILES_PER_GROUP = 48
+GROUPS_PER_CORE = 4
 HIDE_WIDTH = 2048
 
 
-@triton.jit(do_not_specialize=["items", "groups", "max_entries", "table_stride"])
+@triton.jit(do_not_specialize=["items", "tokens", "group", "max_entries", "table_stride"])
 def _indexer_score_kernel(
     q_ptr,
     q_scale_ptr,
@@ -43,7 +45,8 @@ def _indexer_score_kernel(
     n_vis_ptr,
     out_ptr,
     items,
-    groups,
+    tokens,
+    group,
     max_entries,
     weights_stride,
     table_stride,
@@ -53,18 +56,17 @@ def _indexer_score_kernel(
     D: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
     SCALED: tl.constexpr,
     HIDE: tl.constexpr,
 ):
-    """Item i is group `i % groups` of token `i // groups`; tile j covers entries j * BLOCK on."""
+    """Item i is group `i // tokens` of token `i % tokens`, `group` tiles; tile j covers entries j * BLOCK on."""
     head = tl.arange(0, H)
     row = tl.arange(0, BLOCK)
     feature = tl.arange(0, D)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        token = item // groups
-        begin = (item % groups) * GROUP
-        end = tl.minimum(begin + GROUP, tl.cdiv(max_entries, BLOCK))
+        token = item % tokens
+        begin = (item // tokens) * group
+        end = tl.minimum(begin + group, tl.cdiv(max_entries, BLOCK))
         visible = tl.minimum(tl.load(n_vis_ptr + token), max_entries)
         table = table_ptr + tl.maximum(tl.load(token_req_ptr + token), 0).to(tl.int64) * table_stride
         source = q_ptr + tl.cast(token, tl.int64) * (H * D)
@@ -105,6 +107,12 @@ def _relu(x):
         return tl.maximum(x, 0).to(tl.float32)
     else:
         return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+def tiles_per_group(tokens: int, tiles: int, cores: int) -> int:
+    """Tiles that a program takes with one load of a token's queries, for `tiles` tiles of the longest row."""
+    share = triton.cdiv(tokens * tiles, cores)
+    return max(min(share, MIN_TILES_PER_GROUP), min(triton.cdiv(share, GROUPS_PER_CORE), MAX_TILES_PER_GROUP))
 
 
 def indexer_score(
@@ -157,10 +165,10 @@ def indexer_score(
     if out.numel() == 0:
         return out
     check_filled(OP, key_cache=key_cache, block_table=block_table)
-    groups = triton.cdiv(max_entries, tile * TILES_PER_GROUP)
-    items = tokens * groups
-    key_scales = key_cache if scale_cache is None else scale_cache
     family = family_of(device.type)
+    group = tiles_per_group(tokens, triton.cdiv(max_entries, tile), family.cube_cores)
+    items = tokens * triton.cdiv(max_entries, tile * group)
+    key_scales = key_cache if scale_cache is None else scale_cache
     if hide:
         _hide_kernel[(min(tokens, family.vector_cores),)](n_vis, out, tokens, max_entries, BLOCK=tile, WIDTH=HIDE_WIDTH)
     grid = (min(items, family.cube_cores),)
@@ -175,7 +183,8 @@ def indexer_score(
         n_vis,
         out,
         items,
-        groups,
+        tokens,
+        group,
         max_entries,
         weights.stride(0),
         block_table.stride(0),
@@ -185,7 +194,6 @@ def indexer_score(
         D=DIM,
         ROWS=rows,
         BLOCK=tile,
-        GROUP=TILES_PER_GROUP,
         SCALED=scaled,
         HIDE=hide,
         tile_mix_vector_loop=1,

@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from dsv4_triton.device import A2_SPEED
+
 
 @dataclass(frozen=True)
 class Peer:
@@ -42,8 +44,8 @@ PEERS: dict[tuple[str, str], Peer] = {
     ("compressor_state_insert", "flash/decode/b16/*/c4"): Peer(_VLLM, 0.20),
     ("compressor_fold", "flash/decode/b16/*/c4"): Peer(_FGV, 1.67, _NO_NORM),
     ("indexer_quant_q", "flash/decode/b16"): Peer(_MOJO, 1.14, "RoPE and Hadamard"),
-    # 0.42 us a page of 128 keys and token on one of 24 core groups.
-    ("indexer_score", "flash/decode/b1/ctx1m"): Peer(_MOJO, 0.42 * 2048 / 24),
+    # 86 KiB through L2 a page of 128 keys and token, at the rate of this model.
+    ("indexer_score", "flash/decode/b1/ctx1m"): Peer(_MOJO, 86 * 1024 * 2048 / A2_SPEED.l2_bytes_per_second * 1e6),
     # 56.8 us for the first stage over 4,096 scores on one core.
     ("indexer_topk", "flash/decode/b1/ctx32k"): Peer(_FG, 2 * 56.8, "the merge of the parts"),
     # 35 us a token and core group with its packing of rows; 6.4 us with a window alone.
@@ -54,7 +56,8 @@ PEERS: dict[tuple[str, str], Peer] = {
     ("moe_router", "flash/prefill/t4096/top-k"): Peer(_FGV, 91.0),
     ("moe_router", "flash/decode/b16/hash"): Peer(_FGV, 1.09),
     ("moe_router", "flash/prefill/t4096/hash"): Peer(_FGV, 94.0),
-    ("muls_add", "flash/decode/b16"): Peer(_VLA, 0.25),
+    # As fast as the memory at 0.25 us for three bf16 tensors; here the first is fp32.
+    ("muls_add", "flash/decode/b16"): Peer(_VLA, 0.25 * 8 / 6),
 }
 
 
