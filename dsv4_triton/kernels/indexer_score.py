@@ -10,9 +10,10 @@ factor. Entry s is row s % rows of block table[req, s // rows]. Scores are fp32;
 A tile is BLOCK rows of one page: q [HI, 128] times K^T [128, BLOCK]; the other way round A5 transposes on the vector
 core, with a function that its device library lacks. Tiles from n_vis on are not read; rows from n_vis on inside the
 last tile are computed, and replaced if the caller wants them hidden. Grid: one program per cube core at most,
-persistent over (group of tiles, token), tokens first: short requests then leave no core idle. L0C bytes: BLOCK * HI * 4. UB bytes: about BLOCK * HI * 8. On A2 and A3
-`tile_mix_vector_loop=1` divides the vector work between both vector cores, and a single store per tile keeps matrix and
-vector work overlapped; hence a second kernel for the rest of the row.
+persistent over (group of tiles, token), tokens first: short requests then leave no core idle. L0C bytes:
+BLOCK * HI * 4. UB bytes: about BLOCK * HI * 8. On A2 and A3 `tile_mix_vector_loop=1` divides the vector work between
+both vector cores, and a single store per tile keeps matrix and vector work overlapped; hence a second kernel for the
+rest of the row.
 Families: all (e4m3 where the matrix unit has it: A5, host). Source: docs/model.md, section 6.
 """
 
