@@ -24,27 +24,27 @@ def llm(checkpoint: Callable[[str], Path]) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def one_shot(llm: Any) -> Callable[[int], torch.Tensor]:
+def one_shot(llm: Any) -> Callable[..., torch.Tensor]:
     """Teacher-forced scores of a prompt in one step, alone."""
-    known: dict[int, torch.Tensor] = {}
+    known: dict[tuple[int, int], torch.Tensor] = {}
 
-    def scores(length: int) -> torch.Tensor:
-        if length not in known:
-            known[length] = engine.score(llm, [engine.prompt(length)])[0]
-        return known[length]
+    def scores(length: int, seed: int = 0) -> torch.Tensor:
+        if (length, seed) not in known:
+            known[length, seed] = engine.score(llm, [engine.prompt(length, seed)])[0]
+        return known[length, seed]
 
     return scores
 
 
 @pytest.mark.parametrize(("chunk", "length"), [(1, 140), (3, 300), (64, 600), (100, 600), (257, 600)])
-def test_chunked_prefill(llm: Any, one_shot: Callable[[int], torch.Tensor], chunk: int, length: int) -> None:
+def test_chunked_prefill(llm: Any, one_shot: Callable[..., torch.Tensor], chunk: int, length: int) -> None:
     with engine.chunks_of(llm, chunk):
         scores = engine.score(llm, [engine.prompt(length)])
     assert engine.worst(scores, [one_shot(length)]) <= TOLERANCE
 
 
 @pytest.mark.parametrize("budget", [2048, 97])
-def test_batch_of_16_mixed_lengths(llm: Any, one_shot: Callable[[int], torch.Tensor], budget: int) -> None:
+def test_batch_of_16_mixed_lengths(llm: Any, one_shot: Callable[..., torch.Tensor], budget: int) -> None:
     """With a budget of 97 tokens a step, chunks of some prompts run beside decodes of others."""
     prompts = [engine.prompt(length) for length in MIXED]
     with engine.chunks_of(llm, budget):
@@ -92,27 +92,23 @@ def test_prefix_shared_by_different_prompts(llm: Any) -> None:
     assert engine.worst([w[1] for w in warm], [c[1] for c in cold]) <= TOLERANCE
 
 
-def test_block_placement_and_garbage_in_reused_pages(llm: Any, one_shot: Callable[[int], torch.Tensor]) -> None:
+FIVE = (1, 4, 129, 300, 600)
+NO_NEAR_TIE = 1
+"""Seed of five prompts none of whose choices lies inside rounding: the smallest gap is 7.8e-6 between entries, 1.1e-5
+between experts. With seed 0 the 32nd and 33rd score of token 414 of the longest are 1.5e-6 apart, scores move by 4e-6
+with the schedule, and from there on the answer differs by 1.1e-2 with either entry."""
+
+
+@pytest.mark.parametrize("budget", [2048, 100, 77])
+def test_block_placement_and_garbage_in_reused_pages(
+    llm: Any, one_shot: Callable[..., torch.Tensor], budget: int
+) -> None:
     """Blocks in random order, each full of NaN when it is handed out, the null block too."""
-    lengths = (1, 4, 129, 300, 600)
     engine.forget(llm)
-    with engine.poisoned_pages(llm):
-        for seed in range(2):
-            engine.shuffle_free_blocks(llm, seed)
-            with engine.chunks_of(llm, (2048, 100)[seed]):
-                scores = engine.score(llm, [engine.prompt(length) for length in lengths])
-            assert engine.worst(scores, [one_shot(length) for length in lengths]) <= TOLERANCE
-
-
-@pytest.mark.xfail(
-    strict=True, reason="the end of the longest prompt differs by 0.011: a choice inside rounding or a fault, not known"
-)
-def test_chunks_of_77_shared_by_five_prompts(llm: Any, one_shot: Callable[[int], torch.Tensor]) -> None:
-    lengths = (1, 4, 129, 300, 600)
-    engine.forget(llm)
-    with engine.chunks_of(llm, 77):
-        scores = engine.score(llm, [engine.prompt(length) for length in lengths])
-    assert engine.worst(scores, [one_shot(length) for length in lengths]) <= TOLERANCE
+    with engine.poisoned_pages(llm), engine.chunks_of(llm, budget):
+        engine.shuffle_free_blocks(llm, budget)
+        scores = engine.score(llm, [engine.prompt(length, NO_NEAR_TIE) for length in FIVE])
+    assert engine.worst(scores, [one_shot(length, NO_NEAR_TIE) for length in FIVE]) <= TOLERANCE
 
 
 def test_preempted_requests_resume(llm: Any, checkpoint: Callable[[str], Path], monkeypatch: Any) -> None:
