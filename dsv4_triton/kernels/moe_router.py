@@ -1,16 +1,18 @@
 """Expert choice and routing weights of the mixture of experts.
 
     s = sqrt(softplus(logit))
-    ids = the k best of s + bias (higher first, then the lower expert), or tid2eid[token id]
+    ids = the k best of s + bias (of equal ones the lower expert) in ascending order, or tid2eid[token id]
     w = routed_scaling_factor * s[ids] / (sum s[ids] + 1e-20)          the bias chooses and never weighs
 
 With a shared expert every token has one more choice, expert E with weight 1, so that the routed experts' product does
 the shared one too. logits [T, E], bias [E], weights [T, k] fp32; ids [T, k] int32.
 
-softplus(z) = max(z, 0) + log1p(exp(-|z|)), with log1p(u) = u log(1 + u) / ((1 + u) - 1), accurate for any z. Grid:
-vector cores; a persistent loop over tiles of BT tokens, k rounds of "take the maximum, then the lowest expert that has
-it" on the tile [BT, EB] (UB: 8 fp32 tiles); with a table, a loop over tokens, where the choices meet the scores in one
-tile [KB, EB]. Source of the formula: `Gate` of the official DeepSeek inference code; the 1e-20 is transformers'.
+softplus(z) = max(z, 0) + log1p(exp(-|z|)), with log1p(u) = log(1 + u) + (u - ((1 + u) - 1)), accurate for u up to 1.
+Grid: vector cores; a persistent loop over tiles of BT tokens. The k-th best score is read from the sorted rows of the
+tile [BT, EB]; what is above it, and what equals it, is brought to the front by sorting positions. Where sorting is not
+one instruction: k rounds of "take the maximum, then the lowest expert that has it". With a table the chosen logits are
+gathered before they are scored. UB: 8 fp32 tiles. Source of the formula: `Gate` of the official DeepSeek inference
+code; the 1e-20 is transformers'.
 """
 
 import torch
@@ -19,9 +21,12 @@ import triton.language as tl
 
 from dsv4_triton.device import family_of
 from dsv4_triton.kernels._checks import check_tensor, output
+from dsv4_triton.kernels._lang import extract_slice
 from dsv4_triton.kernels._tiling import next_power_of_2
 
 _TILE = 4096
+_HASH_TOKENS = 32
+"""Tokens of a tile with a table, at most; at least two, since the adapter breaks on gathered rows of one."""
 _MAX_EXPERTS = 1024
 _LOWEST = tl.constexpr(-3.0e38)
 _GONE = tl.constexpr(-3.4e38)
@@ -33,8 +38,61 @@ def _score(logit):
     """`sqrt(softplus(logit))`."""
     u = tl.exp(-tl.abs(logit))
     w = 1.0 + u
-    log1p = tl.where(w == 1.0, u, tl.log(w) * (u / (w - 1.0)))
+    log1p = tl.log(w) + (u - (w - 1.0))
     return tl.sqrt(tl.maximum(logit, 0.0, propagate_nan=tl.PropagateNan.ALL) + log1p)
+
+
+@triton.jit
+def _load_logits(logits_ptr, rows, live, E: tl.constexpr, EB: tl.constexpr):
+    """[BT, EB] logits of these rows, zero where there are none; a mask over columns only where it is needed, since it
+    costs UB."""
+    expert = tl.arange(0, EB)[None, :]
+    inside = live
+    if E != EB:
+        inside = live & (expert < E)
+    return tl.load(logits_ptr + rows * E + expert, mask=inside, other=0.0)
+
+
+@triton.jit
+def _best_by_sort(key, left, rank, K: tl.constexpr, KB: tl.constexpr, EB: tl.constexpr):
+    """Of the K best of each row of `key [BT, EB]` the values of `left`, EB - expert, in descending order; then 0."""
+    BT: tl.constexpr = key.shape[0]
+    kth = extract_slice(tl.sort(key, descending=True), (0, K - 1), (BT, 1), (1, 1))
+    # What is above the k-th value comes first, then what equals it, each by expert.
+    order = tl.where(key > kth, left + EB, tl.where(key == kth, left, 0.0))
+    order = extract_slice(tl.sort(order, descending=True), (0, 0), (BT, KB), (1, 1))
+    order = tl.where(rank < K, order, 0.0)
+    return tl.sort(tl.where(order > EB, order - EB, order), descending=True)
+
+
+@triton.jit
+def _best_by_rounds(key, left, rank, K: tl.constexpr, KB: tl.constexpr, EB: tl.constexpr):
+    """The same, one expert a round."""
+    order = tl.zeros((key.shape[0], KB), tl.float32)
+    for j in tl.static_range(K):
+        top = tl.max(key, axis=1)[:, None]
+        best = tl.max(tl.where(key == top, left, 0.0), axis=1)[:, None]
+        order = tl.where(rank == j, best, order)
+        key = tl.where(left == best, _GONE, key)
+    return tl.sort(order, descending=True)
+
+
+@triton.jit
+def _finish(
+    score, chosen, rank, rows, live, weights_ptr, ids_ptr, factor,
+    E: tl.constexpr, K: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    """Normalise and store the scores [BT, KB] of the chosen experts (fp32 numbers); columns from K on are ignored."""
+    weight = tl.where(rank < K, score, 0.0)
+    weight = weight / (tl.sum(weight, axis=1)[:, None] + 1e-20) * factor
+    if SHARED:
+        chosen = tl.where(rank == K, 1.0 * E, chosen)
+        weight = tl.where(rank == K, 1.0, weight)
+    column = tl.arange(0, weight.shape[1])[None, :]
+    target = rows * (K + SHARED) + column
+    kept = live & (column < K + SHARED)
+    tl.store(weights_ptr + target, weight, mask=kept)
+    tl.store(ids_ptr + target, chosen.to(tl.int32), mask=kept)
 
 
 @triton.jit(do_not_specialize=["T", "factor"])
@@ -51,41 +109,33 @@ def _moe_router_kernel(
     KB: tl.constexpr,
     SHARED: tl.constexpr,
     BT: tl.constexpr,
+    BY_SORT: tl.constexpr,
 ):
     lane = tl.arange(0, BT)
     expert = tl.arange(0, EB)
-    number = expert.to(tl.float32)[None, :]
-    choice = tl.arange(0, KB)
-    rank = choice.to(tl.float32)[None, :]
+    left = (EB - expert).to(tl.float32)[None, :]
+    rank = tl.arange(0, KB).to(tl.float32)[None, :]
     for tile in range(tl.program_id(0), tl.cdiv(T, BT), tl.num_programs(0)):
         first = tile * BT
         live = (lane < T - first)[:, None]
         rows = (first.to(tl.int64) + lane)[:, None]
-        logit = tl.load(logits_ptr + rows * E + expert[None, :], mask=live & (expert < E)[None, :], other=0.0)
-        score = _score(logit)
+        score = _score(_load_logits(logits_ptr, rows, live, E, EB))
         key = score
         if bias_ptr is not None:
-            key += tl.load(bias_ptr + expert, mask=expert < E, other=0.0)[None, :]
+            if E == EB:
+                key += tl.load(bias_ptr + expert)[None, :]
+            else:
+                key += tl.load(bias_ptr + expert, mask=expert < E, other=0.0)[None, :]
         key = tl.where(key > _LOWEST, key, _LOWEST)
         if E != EB:
-            key = tl.where(number < E, key, _GONE)
-        chosen = tl.zeros((BT, KB), tl.float32)
-        weight = tl.zeros((BT, KB), tl.float32)
-        for j in tl.static_range(K):
-            top = tl.max(key, axis=1)
-            best = tl.min(tl.where(key == top[:, None], number, _FAR), axis=1)[:, None]
-            hit = number == best
-            chosen = tl.where(rank == j, best, chosen)
-            weight = tl.where(rank == j, tl.sum(tl.where(hit, score, 0.0), axis=1)[:, None], weight)
-            key = tl.where(hit, _GONE, key)
-        weight = weight / (tl.sum(weight, axis=1)[:, None] + 1e-20) * factor
-        if SHARED:
-            chosen = tl.where(rank == K, 1.0 * E, chosen)
-            weight = tl.where(rank == K, 1.0, weight)
-        kept = live & (choice < K + SHARED)[None, :]
-        target = rows * (K + SHARED) + choice[None, :]
-        tl.store(weights_ptr + target, weight, mask=kept)
-        tl.store(ids_ptr + target, chosen.to(tl.int32), mask=kept)
+            key = tl.where(left > EB - E, key, _GONE)
+        if BY_SORT:
+            order = _best_by_sort(key, left, rank, K, KB, EB)
+        else:
+            order = _best_by_rounds(key, left, rank, K, KB, EB)
+        chosen = EB - order
+        at = tl.minimum(chosen, EB - 1.0, propagate_nan=tl.PropagateNan.ALL).to(tl.int32)
+        _finish(tl.gather(score, at, 1), chosen, rank, rows, live, weights_ptr, ids_ptr, factor, E, K, SHARED)
 
 
 @triton.jit(do_not_specialize=["T", "V", "factor"])
@@ -103,26 +153,26 @@ def _moe_hash_router_kernel(
     K: tl.constexpr,
     KB: tl.constexpr,
     SHARED: tl.constexpr,
+    BT: tl.constexpr,
 ):
-    expert = tl.arange(0, EB)
-    number = expert.to(tl.float32)[None, :]
+    lane = tl.arange(0, BT)
     choice = tl.arange(0, KB)
-    for t in range(tl.program_id(0), T, tl.num_programs(0)):
-        row = tl.cast(t, tl.int64)
-        score = _score(tl.load(logits_ptr + row * E + expert, mask=expert < E, other=0.0))
-        token = tl.load(token_ptr + row).to(tl.int64)
-        token = tl.where((token >= 0) & (token < V), token, 0)
-        chosen = tl.load(table_ptr + token * K + choice, mask=choice < K, other=-1).to(tl.int32)
-        hit = chosen.to(tl.float32)[:, None] == number
-        weight = tl.sum(tl.where(hit, score[None, :], 0.0), axis=1)
-        weight = weight / (tl.sum(weight, axis=0) + 1e-20) * factor
-        if SHARED:
-            last = choice.to(tl.float32) == K
-            chosen = tl.where(last, E, chosen)
-            weight = tl.where(last, 1.0, weight)
-        target = row * (K + SHARED) + choice
-        tl.store(weights_ptr + target, weight, mask=choice < K + SHARED)
-        tl.store(ids_ptr + target, chosen, mask=choice < K + SHARED)
+    rank = choice.to(tl.float32)[None, :]
+    for tile in range(tl.program_id(0), tl.cdiv(T, BT), tl.num_programs(0)):
+        first = tile * BT
+        live = (lane < T - first)[:, None]
+        rows = (first.to(tl.int64) + lane)[:, None]
+        logit = _load_logits(logits_ptr, rows, live, E, EB)
+        token = tl.load(token_ptr + first + lane, mask=lane < T - first, other=0)
+        # Times a flag: with a select in this place triton-adapter-opt 3.2.0 crashes in a few of a hundred runs.
+        token = (token.to(tl.int32) * ((token >= 0) & (token < V)).to(tl.int32)).to(tl.int64)
+        table = table_ptr + token[:, None] * K + choice[None, :]
+        chosen = tl.load(table, mask=(choice < K)[None, :], other=0).to(tl.int32)
+        number = chosen.to(tl.float32)
+        known = (number >= 0.0) & (number < E)
+        score = _score(tl.gather(logit, tl.where(known, number, 0.0).to(tl.int32), 1))
+        score = tl.where(known, score, 0.0)
+        _finish(score, number, rank, rows, live, weights_ptr, ids_ptr, factor, E, K, SHARED)
 
 
 def moe_router(
@@ -140,10 +190,10 @@ def moe_router(
     """`(weights [T, k] fp32, ids [T, k] int32)` of the router logits `[T, E]` fp32; with `shared_expert` one more
     column of expert E and weight 1.
 
-    Without a table, the k best of score plus `bias [E]` (fp32, optional); a NaN score ranks last. With `tid2eid [V,
-    k]` and `input_ids [T]` (int32 or int64 each), the table's experts in table order and no bias: token ids outside
-    0..V-1, such as -1 of padding rows, count as token 0, and that the table holds experts 0..E-1 is its loader's
-    duty. E is at most 1024.
+    Without a table, the k best of score plus `bias [E]` (fp32, optional) in ascending order of the expert; a NaN score
+    ranks last. With `tid2eid [V, k]` and `input_ids [T]` (int32 or int64 each), the table's experts in table order and
+    no bias: token ids outside 0..V-1, such as -1 of padding rows, count as token 0, and that the table holds experts
+    0..E-1 is its loader's duty. E is at most 1024.
     """
     check_tensor("moe_router", "logits", logits, (None, None), torch.float32)
     T, E = logits.shape
@@ -164,15 +214,21 @@ def moe_router(
     ids = output("moe_router", "ids", ids, (T, columns), torch.int32, logits.device)
     if T == 0:
         return weights, ids
-    shape = {"E": E, "EB": -(-E // 16) * 16, "K": k, "KB": next_power_of_2(columns), "SHARED": int(shared_expert)}
-    factor = float(routed_scaling_factor)
-    cores = family_of(logits.device.type).vector_cores
+    family = family_of(logits.device.type)
+    cores, factor = family.vector_cores, float(routed_scaling_factor)
+    shape = {
+        "E": E, "EB": -(-E // 32) * 32, "K": k, "KB": next_power_of_2(columns), "SHARED": int(shared_expert),
+    }  # fmt: skip
+    share = next_power_of_2(triton.cdiv(T, cores))
     if tid2eid is not None:
-        _moe_hash_router_kernel[(min(T, cores),)](
-            logits, input_ids, tid2eid, weights, ids, T, len(tid2eid), factor, **shape
-        )
+        block_t = max(2, min(share, _HASH_TOKENS))
+        _moe_hash_router_kernel[(min(triton.cdiv(T, block_t), cores),)](
+            logits, input_ids, tid2eid, weights, ids, T, len(tid2eid), factor,
+            BT=block_t, **shape,
+        )  # fmt: skip
         return weights, ids
-    block_t = min(next_power_of_2(triton.cdiv(T, cores)), max(1, _TILE // next_power_of_2(E)))
-    grid = (min(triton.cdiv(T, block_t), cores),)
-    _moe_router_kernel[grid](logits, bias, weights, ids, T, factor, **shape, BT=block_t)
+    block_t = max(2, min(share, _TILE // next_power_of_2(E)))
+    _moe_router_kernel[(min(triton.cdiv(T, block_t), cores),)](
+        logits, bias, weights, ids, T, factor, BT=block_t, BY_SORT=family.vector_sort, **shape
+    )
     return weights, ids

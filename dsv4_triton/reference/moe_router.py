@@ -1,7 +1,7 @@
 """Expert choice and routing weights (sqrt-softplus scores), in plain PyTorch with fp32 maths.
 
     s = sqrt(softplus(logit))
-    ids = the k best of s + bias (higher first, then the lower expert), or tid2eid[token id]
+    ids = the k best of s + bias (of equal ones the lower expert) in ascending order, or tid2eid[token id]
     w = routed_scaling_factor * s[ids] / (sum s[ids] + 1e-20)          the bias chooses and never weighs
 
 Source: `Gate` of the official DeepSeek inference code, restated in docs/model.md; the 1e-20 (which only
@@ -43,7 +43,7 @@ def moe_router(
     else:
         key = score if bias is None else score + bias.float()
         key = torch.where(key.isnan(), _LOWEST, key).clamp(min=_LOWEST)
-        chosen = torch.sort(key, dim=-1, descending=True, stable=True).indices[:, :k]
+        chosen = torch.sort(key, dim=-1, descending=True, stable=True).indices[:, :k].sort(dim=-1).values
     picked = score.gather(1, chosen)
     weight = picked / (picked.sum(-1, keepdim=True) + 1e-20) * routed_scaling_factor
     if shared_expert:

@@ -150,7 +150,7 @@ def _histogram(builder: Builder, op: Op) -> None:
 
 
 def _sort(builder: Builder, op: Op, constants: list[int]) -> None:
-    """Bitonic sort of the last axis (a power of two long).
+    """Bitonic sort of the last axis. Keys that fill it up to a power of two stay behind its own.
 
     Floats are compared as integers of the same bits, with the bits below the sign flipped for negative numbers: a total
     order in which -0 < +0 and NaN is larger than everything, so that ties and NaN cannot break the network.
@@ -158,16 +158,18 @@ def _sort(builder: Builder, op: Op, constants: list[int]) -> None:
     axis, descending = constants
     source, kind, shape = _source(op, 0)
     length = shape.shape[axis]
-    if axis != len(shape.shape) - 1 or length & (length - 1):
-        raise KernelCompileError(
-            f"sort of axis {axis} of {op.types[0]}: only the last axis, a power of two long", "triton_sort"
-        )
+    if axis != len(shape.shape) - 1:
+        raise KernelCompileError(f"sort of axis {axis} of {op.types[0]}: only the last axis", "triton_sort")
+    rows, padded = list(shape.shape[:-1]), 1 << (length - 1).bit_length()
     target, target_kind = _output(builder, op)
     floating = shape.element[0] in "fb"
     bits = int("".join(c for c in shape.element if c.isdigit()))
     key_element = f"i{bits}"
-    key_kind = str(shape.of(kind="memref", element=key_element))
+    key_kind = f"memref<{'x'.join(map(str, [*rows, padded]))}x{key_element}>"
     keys = builder.alloc(key_kind)
+    last_key = 2 ** (bits - 1) - 1 if bits > 1 else 1
+    if descending:
+        last_key = -(2 ** (bits - 1)) if bits > 1 else 0
     smallest, largest = ("minui", "maxui") if bits == 1 else ("minsi", "maxsi")
 
     def flip(inner: Builder, code: str) -> str:
@@ -184,6 +186,10 @@ def _sort(builder: Builder, op: Op, constants: list[int]) -> None:
             value = inner.select(nan, inner.constant(2 ** (bits - 1) - 1, key_element), flip(inner, code), key_element)
         inner.store(value, keys, key_kind, i)
 
+    def fill(inner: Builder, i: list[str]) -> None:
+        at = inner.binary("addi", i[-1], inner.index(length), "index")
+        inner.store(inner.constant(last_key, key_element), keys, key_kind, [*i[:-1], at])
+
     def decode(inner: Builder, i: list[str]) -> None:
         value = inner.load(keys, key_kind, i)
         if floating:
@@ -192,8 +198,8 @@ def _sort(builder: Builder, op: Op, constants: list[int]) -> None:
 
     def network(inner: Builder, i: list[str]) -> None:
         zero, one, two = inner.index(0), inner.index(1), inner.index(2)
-        stages = length.bit_length() - 1
-        half = inner.index(length // 2)
+        stages = padded.bit_length() - 1
+        half = inner.index(padded // 2)
 
         def stage(s1: Builder, stage_index: str) -> None:
             width = s1.binary("shli", two, stage_index, "index")
@@ -227,6 +233,8 @@ def _sort(builder: Builder, op: Op, constants: list[int]) -> None:
         inner.loop(zero, inner.index(stages), one, stage)
 
     builder.loops(list(shape.shape), encode)
-    builder.loops(list(shape.shape[:-1]), network)
+    if padded > length:
+        builder.loops([*rows, padded - length], fill)
+    builder.loops(rows, network)
     builder.loops(list(shape.shape), decode)
     _finish(builder, op, target, target_kind)

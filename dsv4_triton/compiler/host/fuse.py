@@ -166,19 +166,28 @@ class Fuser:
             if value not in self.definition:
                 continue
             producer, home = self.definition[value]
-            if producer.name == "linalg.fill" and producer.types[0] == arg[1]:
+            if producer.name == "linalg.fill" and producer.types[0] == arg[1] and self._sized(consumer, index, []):
                 self._replace_input(consumer, index, [], {arg[0]: producer.operands[0]})
                 return True
             if producer.name == "linalg.broadcast":
-                kept = [i for i in range(len(dims)) if i not in producer.ints("dimensions")]
-                entry = (producer.operands[0], producer.types[0], tuple(dims[i] for i in kept), arg)
-                self._replace_input(consumer, index, [entry], {})
-                return True
+                kept = tuple(d for i, d in enumerate(dims) if i not in producer.ints("dimensions"))
+                if self._sized(consumer, index, [kept]):
+                    self._replace_input(consumer, index, [(producer.operands[0], producer.types[0], kept, arg)], {})
+                    return True
             parts = self.generics.get(producer)
             if parts is not None and self._worthwhile(parts, consumer, dims, value, home is block):
+                if not self._sized(consumer, index, [tuple(dims[d] for d in m) for _, _, m, _ in parts.inputs]):
+                    continue
                 self._inline(parts, consumer, index)
                 return True
         return False
+
+    @staticmethod
+    def _sized(consumer: _Generic, index: int, maps: list[Map]) -> bool:
+        """Whether every loop still has an operand that says how long it is when `maps` replace input `index`."""
+        inputs = [m for i, (_, _, m, _) in enumerate(consumer.inputs) if i != index]
+        known = {d for m in [*inputs, *maps, *(m for _, _, m, _ in consumer.outputs)] for d in m}
+        return len(known) == len(consumer.iterators)
 
     def _worthwhile(self, producer: _Generic, consumer: _Generic, dims: Map, value: str, same_block: bool) -> bool:
         if not producer.elementwise or len(set(dims)) != len(dims):

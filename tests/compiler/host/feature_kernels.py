@@ -179,6 +179,15 @@ def reductions(x, o, s, M: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
+def reductions_of_broadcasts(x, o, M: tl.constexpr, N: tl.constexpr):
+    i, j = tl.arange(0, M), tl.arange(0, N)
+    v = tl.load(x + i)
+    tl.store(o + i, tl.sum(tl.broadcast_to(v[:, None], (M, N)), 1))
+    tl.store(o + M + i, tl.max(v[:, None] * 2.0 + j.to(tl.float32)[None, :], 1))
+    tl.store(o + 2 * M + j, tl.sum(tl.full((M, N), 0.5, tl.float32), 0))
+
+
+@triton.jit
 def arg_reductions(x, o, p, M: tl.constexpr, N: tl.constexpr):
     i = tl.arange(0, M)
     v = tl.load(x + i[:, None] * N + tl.arange(0, N)[None, :])

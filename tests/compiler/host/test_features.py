@@ -178,6 +178,15 @@ def test_reductions(shape):
     assert_close(s[2 * n], x.double().sum().float(), rtol=1e-5, atol=1e-5 * n**0.5)
 
 
+def test_reductions_of_what_is_the_same_everywhere():
+    m, n = 8, 4
+    x, o = torch.randn(m), torch.empty(2 * m + n)
+    k.reductions_of_broadcasts[(1,)](x, o, m, n)
+    assert_equal(o[:m], x * n)
+    assert_equal(o[m : 2 * m], x * 2 + n - 1)
+    assert_equal(o[2 * m :], torch.full((n,), m * 0.5))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int32], ids=str)
 def test_arg_reductions_take_the_first_of_ties(dtype):
     x = (torch.randn(8, 64) * 30).to(dtype)
@@ -223,6 +232,17 @@ def test_sort(dtype, descending):
     x[1, ::3] = 7  # ties
     o = torch.empty_like(x)
     k.sort[(1,)](x, o, 4, 64, descending)
+    assert_equal(o, x.sort(1, descending=descending)[0])
+
+
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+def test_sort_of_any_length(dtype, descending):
+    x = (torch.randn(3, 48) * 50).to(dtype)
+    extremes = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    x[0, 1], x[0, 5], x[1] = extremes.max, extremes.min, extremes.min
+    o = torch.empty_like(x)
+    k.sort[(1,)](x, o, 3, 48, descending)
     assert_equal(o, x.sort(1, descending=descending)[0])
 
 
