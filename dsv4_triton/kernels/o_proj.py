@@ -1,39 +1,128 @@
 """Attention output: inverse RoPE at the query's position, then the grouped low-rank projection.
 
 Formula: `o[..., 448:] <- unrope(o[..., 448:], p)`, then `z[t, g, :] = wo_a[g] @ o[t, heads of group g]`. The rotation
-is fp32 with one cast to `o`'s dtype, in place; the product accumulates in fp32 with one cast.
-A rotation kernel and a pure matrix kernel: fusing the rotation makes the product a mixed cube and vector kernel, which
-costs more than reading 64 of 512 columns once more.
-Grid: persistent over (group, rank block, token block), token blocks innermost so that a weight tile is reused.
-L1 on A2 (bf16): about `(BM + BN) * BK * 6` bytes, two buffers and the peeled tile; L0C: `BM * BN * 4` bytes.
-Source: output path of the DeepSeek-V4 reference (unrotated o, per-group einsum).
+is fp32 with one cast to `o`'s dtype; the product accumulates in fp32 with one cast.
+A vector kernel and a matrix kernel: fusing the rotation makes the product a mixed cube and vector kernel, which costs
+more than reading `o` once more.
+MXFP8 operands: weights are quantised once (`quantise_wo_a`), the rotated o by the vector kernel, both as `reference.mx`
+defines: MX elements in blocks of 32, aligned to one power-of-two scale for each (token, group) and each row of wo_a,
+which the product's result is multiplied with in fp32.
+Grid: persistent; the vector kernels over (token, heads), the product over (group, rank block, token block), token
+blocks innermost so that a weight tile is reused.
+L1 on A2 (bf16): about `(BM + BN) * BK * 6` bytes, two buffers and the peeled tile; L0C: `BM * BN * 4` bytes. UB of the
+quantisation: about `K * 24` bytes. Families: all; MXFP8 where there is fp8 (A5, host).
+Source: output path of the DeepSeek-V4 reference (unrotated o, per-group einsum); MX operands as in vllm-ascend on A5.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from dsv4_triton.device import family_of
+from dsv4_triton.device import UnsupportedDeviceError, family_of
 from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor, output
+from dsv4_triton.kernels._mx import BLOCK, block_exponent, elements, row_scale
+from dsv4_triton.kernels._rope import HALF, load_cos_sin, rotate
+from dsv4_triton.kernels._tiling import even_block
+from dsv4_triton.kernels._workspace import Part, carve, check_workspace, workspace_bytes
 from dsv4_triton.kernels.rope import ROTARY, rope
 
 OP = "o_proj"
 HEAD_DIM = 512
+E4M3 = torch.float8_e4m3fn
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["rows", "capacity"])
+def _quantise_kernel(
+    x_ptr,
+    out_ptr,
+    scale_ptr,
+    positions_ptr,
+    cos_sin_ptr,
+    rows,
+    capacity,
+    GROUPS: tl.constexpr,
+    HEADS: tl.constexpr,
+    BH: tl.constexpr,
+    ROTATE: tl.constexpr,
+):
+    """Row r is group `r % GROUPS` of token `r // GROUPS`: HEADS heads of 512 values, 16 blocks each.
+
+    Scales are `[GROUPS, capacity]`.
+    """
+    ROW: tl.constexpr = HEADS * 16 * BLOCK
+    PLAIN: tl.constexpr = 14 * BLOCK
+    head = tl.arange(0, BH)[:, None, None]
+    block = tl.arange(0, 16)[None, :, None]
+    lane = tl.arange(0, BLOCK)[None, None, :]
+    value = head * (16 * BLOCK) + block * BLOCK + lane
+    inside = head < HEADS
+    plain = inside
+    if ROTATE:
+        plain = inside & (block < 14)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        token = row // GROUPS
+        source = x_ptr + tl.cast(row, tl.int64) * ROW
+        target = out_ptr + tl.cast(row, tl.int64) * ROW
+        scale = scale_ptr + (row % GROUPS) * capacity + token
+        x = tl.load(source + value, mask=plain, other=0.0)
+        exponent = block_exponent(x)
+        if ROTATE:
+            position = tl.load(positions_ptr + token)
+            if position >= 0:
+                cos, sin = load_cos_sin(cos_sin_ptr, position, True)
+                first = source + PLAIN + head * (16 * BLOCK) + lane
+                a = tl.load(first, mask=inside, other=0.0)
+                b = tl.load(first + HALF, mask=inside, other=0.0)
+                a, b = rotate(a.to(tl.float32), b.to(tl.float32), cos[None, None, :], sin[None, None, :])
+                a, b = a.to(x.dtype), b.to(x.dtype)
+                of_a, of_b = block_exponent(a), block_exponent(b)
+                most = tl.maximum(tl.maximum(tl.max(exponent), 1), tl.maximum(tl.max(of_a), tl.max(of_b)))
+                tl.store(target + value, elements(x, exponent, most), mask=plain)
+                place = target + PLAIN + head * (16 * BLOCK) + lane
+                tl.store(place, elements(a, of_a, most), mask=inside)
+                tl.store(place + HALF, elements(b, of_b, most), mask=inside)
+                tl.store(scale, row_scale(most))
+            else:
+                tl.store(
+                    target + value, tl.zeros((BH, 16, BLOCK), tl.int8).to(tl.float8e4nv, bitcast=True), mask=inside
+                )
+                tl.store(scale, 0.0)
+        else:
+            most = tl.maximum(tl.max(exponent), 1)
+            tl.store(target + value, elements(x, exponent, most), mask=plain)
+            tl.store(scale, row_scale(most))
+
+
+@triton.jit
+def _operand(pointers, inside, WHOLE: tl.constexpr):
+    """A tile of an operand; WHOLE tiles are read without the mask, which fp8 loads cannot have on A5."""
+    if WHOLE:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit(do_not_specialize=["T", "capacity"])
 def _grouped_product_kernel(
     o_ptr,
     w_ptr,
     z_ptr,
+    o_scale_ptr,
+    w_scale_ptr,
     T,
+    capacity,
     G: tl.constexpr,
     R: tl.constexpr,
     K: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
+    """SCALED: there are whole tiles of o, up to `capacity` rows, and of wo_a, with scales `[G, capacity]` and `[G, R]`.
+
+    Rows of o from T on may hold anything.
+    """
     RANK_BLOCKS: tl.constexpr = (R + BN - 1) // BN
     token_blocks = (T + BM - 1) // BM
     depth = tl.arange(0, BK)[None, :]
@@ -43,18 +132,22 @@ def _grouped_product_kernel(
         first_rank = (tile // token_blocks) % RANK_BLOCKS * BN
         token = tl.arange(0, BM)[:, None]
         rank = tl.arange(0, BN)
-        o_base = o_ptr + tl.cast(first_token, tl.int64) * (G * K) + group * K
-        w_base = w_ptr + tl.cast(group * R + first_rank, tl.int64) * K
+        o_tile = o_ptr + tl.cast(first_token, tl.int64) * (G * K) + group * K + token * (G * K) + depth
+        w_tile = w_ptr + tl.cast(group * R + first_rank, tl.int64) * K + rank[:, None] * K + depth
         in_tokens = token < T - first_token
         in_ranks = rank < R - first_rank
-        o = tl.load(o_base + token * (G * K) + depth, mask=in_tokens, other=0.0)
-        w = tl.load(w_base + rank[:, None] * K + depth, mask=in_ranks[:, None], other=0.0)
+        o = _operand(o_tile, in_tokens, SCALED)
+        w = _operand(w_tile, in_ranks[:, None], SCALED)
         # The first product is peeled: an accumulator that starts from a product stays on the cube unit.
         acc = tl.dot(o, tl.trans(w), input_precision="ieee")
         for k in range(BK, K, BK):
-            o = tl.load(o_base + k + token * (G * K) + depth, mask=in_tokens, other=0.0)
-            w = tl.load(w_base + k + rank[:, None] * K + depth, mask=in_ranks[:, None], other=0.0)
+            o = _operand(o_tile + k, in_tokens, SCALED)
+            w = _operand(w_tile + k, in_ranks[:, None], SCALED)
             acc = tl.dot(o, tl.trans(w), acc, input_precision="ieee")
+        if SCALED:
+            o_scale = tl.load(o_scale_ptr + group * capacity + first_token + tl.arange(0, BM))
+            w_scale = tl.load(w_scale_ptr + group * R + first_rank + rank)
+            acc = acc * o_scale[:, None] * w_scale[None, :]
         z_base = z_ptr + tl.cast(first_token, tl.int64) * (G * R) + group * R + first_rank
         tl.store(
             z_base + token * (G * R) + rank[None, :],
@@ -63,11 +156,62 @@ def _grouped_product_kernel(
         )
 
 
-def tile_sizes(tokens: int, rank: int) -> tuple[int, int, int]:
-    """`(BM, BN, BK)` for `tokens` rows and `rank` outputs per group."""
+def tile_sizes(tokens: int, rank: int, *, fp8: bool = False) -> tuple[int, int, int]:
+    """`(BM, BN, BK)` for `tokens` rows and `rank` outputs per group; with fp8, BN divides `rank`."""
     bm = 16 if tokens <= 16 else 64 if tokens <= 64 else 128
-    bn = min(256, max(16, triton.next_power_of_2(rank)))
-    return bm, bn, 256 if bm < 128 else 128
+    bn = even_block(rank, 256) if fp8 else min(256, max(16, triton.next_power_of_2(rank)))
+    return bm, bn, (256 if bm < 128 else 128) * (2 if fp8 else 1)
+
+
+def _capacity(tokens: int) -> int:
+    """Rows of whole tiles for `tokens` tokens."""
+    bm = tile_sizes(tokens, 1)[0]
+    return triton.cdiv(tokens, bm) * bm
+
+
+def _scratch(tokens: int, groups: int, width: int) -> list[Part]:
+    rows = _capacity(tokens)
+    return [((rows, groups, width), E4M3), ((groups, rows), torch.float32)]
+
+
+def o_proj_workspace(tokens: int, groups: int, width: int) -> int:
+    """Bytes that suffice for MXFP8 operands, up to `tokens` tokens and `width` columns a group; others need none."""
+    return workspace_bytes(_scratch(tokens, groups, width))
+
+
+def _quantise(
+    x: torch.Tensor, elements: torch.Tensor, scale: torch.Tensor, groups: int, angles: tuple[torch.Tensor, ...] | None
+) -> None:
+    """MXFP8 rows of `x [rows, K]` into `elements`, scales into `scale [groups, ...]`; `angles` are positions and
+    table of the inverse rotation, if any."""
+    rows, width = x.shape
+    heads = width // HEAD_DIM
+    grid = (min(rows, family_of(x.device.type).vector_cores),)
+    _quantise_kernel[grid](
+        x, elements, scale, *(angles or (scale, scale)), rows, scale.shape[1],
+        GROUPS=groups, HEADS=heads, BH=triton.next_power_of_2(heads), ROTATE=angles is not None,
+    )  # fmt: skip
+
+
+def _check_fp8(device: torch.device) -> None:
+    """UnsupportedDeviceError for a family without fp8."""
+    family = family_of(device.type)
+    if not family.fp8:
+        raise UnsupportedDeviceError(f"{OP}: wo_a is to be MXFP8, but family {family.name!r} has no fp8; use bf16")
+
+
+def quantise_wo_a(wo_a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """MXFP8 weights `[G, R, K]` (float8_e4m3fn) and scales `[G, R]` (fp32) of `wo_a` (bf16 or fp32), for `o_proj`."""
+    check_tensor(OP, "wo_a", wo_a, (None, None, None), FLOATS)
+    groups, rank, width = wo_a.shape
+    if width % HEAD_DIM:
+        raise ValueError(f"{OP}: wo_a has {width} columns, expected a multiple of {HEAD_DIM}")
+    _check_fp8(wo_a.device)
+    elements = torch.empty(wo_a.shape, dtype=E4M3, device=wo_a.device)
+    scale = torch.empty(groups, rank, dtype=torch.float32, device=wo_a.device)
+    if wo_a.numel():
+        _quantise(wo_a.view(-1, width), elements, scale.view(1, -1), 1, None)
+    return elements, scale
 
 
 def o_proj(
@@ -76,28 +220,53 @@ def o_proj(
     positions: torch.Tensor,
     cos_sin: torch.Tensor,
     *,
+    wo_scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`z [T, G * R]` of `o [T, H, 512]` and `wo_a [G, R, H / G * 512]`, all of one dtype (bf16 or fp32).
+    """`z [T, G * R]` of `o [T, H, 512]` and `wo_a [G, R, H / G * 512]`, of one dtype (bf16 or fp32).
 
-    `o` is rotated in place: treat it as scratch afterwards. Padding tokens (position -1) give zero rows.
+    Or `wo_a` is float8_e4m3fn with scales `wo_scale [G, R]`, as `quantise_wo_a` makes them; o is then quantised too,
+    into `workspace` (`o_proj_workspace`). `o` may be rotated in place: treat it as scratch afterwards. Padding tokens
+    (position -1) give zero rows.
     `positions [T]` int32; `cos_sin [P, 64]` fp32, rows `[cos | sin]`; the last 64 features in half layout.
+    TypeError or ValueError names the argument that does not fit; UnsupportedDeviceError where there is no fp8.
     """
     check_tensor(OP, "o", o, (None, None, HEAD_DIM), FLOATS)
     tokens, heads, _ = o.shape
-    check_tensor(OP, "wo_a", wo_a, (None, None, None), o.dtype, device=o.device)
-    check_tensor(OP, "positions", positions, (tokens,), torch.int32, device=o.device)
-    check_tensor(OP, "cos_sin", cos_sin, (None, ROTARY), torch.float32, device=o.device)
+    device = o.device
+    check_tensor(OP, "wo_a", wo_a, (None, None, None), (o.dtype, E4M3), device=device)
+    fp8 = wo_a.dtype == E4M3
+    check_tensor(OP, "positions", positions, (tokens,), torch.int32, device=device)
+    check_tensor(OP, "cos_sin", cos_sin, (None, ROTARY), torch.float32, device=device)
     groups, rank, width = wo_a.shape
     if groups == 0 or heads % groups or width != heads // groups * HEAD_DIM:
         raise ValueError(f"{OP}: wo_a has shape {tuple(wo_a.shape)}, expected (G, R, {heads} / G * {HEAD_DIM})")
-    out = output(OP, "out", out, (tokens, groups * rank), o.dtype, o.device)
+    if (wo_scale is not None) != fp8:
+        raise ValueError(f"{OP}: wo_scale is {'missing' if fp8 else 'given'} for wo_a of dtype {wo_a.dtype}")
+    if wo_scale is not None:
+        check_tensor(OP, "wo_scale", wo_scale, (groups, rank), torch.float32, device=device)
+        if rank % 16:
+            raise ValueError(f"{OP}: wo_a has {rank} outputs a group, MXFP8 takes a multiple of 16")
+        _check_fp8(device)
+    if workspace is not None:
+        check_workspace(OP, workspace, device)
+    out = output(OP, "out", out, (tokens, groups * rank), o.dtype, device)
     if o.numel() == 0 or rank == 0:
         return out
     check_filled(OP, cos_sin=cos_sin)
-    rope(o, positions, cos_sin, inverse=True, out=o)
-    bm, bn, bk = tile_sizes(tokens, rank)
+    if wo_scale is None:
+        rope(o, positions, cos_sin, inverse=True, out=o)
+        operand, o_scale, wo_scale, capacity = o, o, wo_a, tokens
+    else:
+        operand, o_scale = carve(OP, workspace, device, _scratch(tokens, groups, width))
+        _quantise(o.view(-1, width), operand, o_scale, groups, (positions, cos_sin))
+        capacity = o_scale.shape[1]
+    bm, bn, bk = tile_sizes(tokens, rank, fp8=fp8)
     tiles = triton.cdiv(tokens, bm) * triton.cdiv(rank, bn) * groups
-    grid = (min(tiles, family_of(o.device.type).cube_cores),)
-    _grouped_product_kernel[grid](o, wo_a, out, tokens, G=groups, R=rank, K=width, BM=bm, BN=bn, BK=bk)
+    grid = (min(tiles, family_of(device.type).cube_cores),)
+    _grouped_product_kernel[grid](
+        operand, wo_a, out, o_scale, wo_scale, tokens, capacity,
+        G=groups, R=rank, K=width, BM=bm, BN=bn, BK=bk, SCALED=fp8,
+    )  # fmt: skip
     return out

@@ -118,6 +118,9 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
     ("muls_add", {"x": floats(T, D), "y": floats(T, D), "scale": 1.0, "out": floats(T, D)}),
     ("o_proj", {
         "o": floats(T, H, 512), "wo_a": floats(2, 16, 1024), **_ROTATE, "out": floats(T, 32)}),
+    ("o_proj", {
+        "o": floats(T, H, 512), "wo_a": floats(2, 16, 1024, dtype=torch.float8_e4m3fn), "wo_scale": floats(2, 16),
+        **_ROTATE, "workspace": scratch()}),
     ("q_norm_rope", {
         "q": floats(T, H, 512), **_ROTATE, "eps": 1e-6, "index_q": floats(T, H, 128), "out": floats(T, H, 512)}),
     ("rope", {"x": floats(T, H, D), **_ROTATE, "out": floats(T, H, D)}),
@@ -155,7 +158,7 @@ def wrong(value: torch.Tensor) -> dict[str, Any]:
         "None": None,
         "list": value.flatten()[:4].tolist(),
         "number": 1.5,
-        "array": value.numpy(),
+        "array": value.float().numpy(),
         "meta tensor": value.to("meta"),
         "complex tensor": value.to(torch.complex64),
         "scalar tensor": value.flatten()[0].clone(),
