@@ -5,7 +5,8 @@ then TILES tiles of the compressed rows, which come from SOURCE:
 
 * DENSE: entries 0..n_vis - 1 through the block table;
 * PICKED: entries that an index list names, each looked up by itself (BY_ROW only);
-* GATHERED: rows that `gather_rows` copied, with their bias.
+* GATHERED: rows that `gather_rows` copied, with their bias;
+* SHARED: entries 0..n_vis - 1, which `_dense_rows` copied for all tokens of a request.
 
 A tile is a page, or where BY_ROW says that a product's operand may be loaded row by row, any number of rows. P is
 normalised before the second product, so that a finished output leaves the matrix unit without a further vector pass;
@@ -26,6 +27,7 @@ ALL = tl.constexpr(tl.PropagateNan.ALL)
 DENSE: tl.constexpr = 0
 PICKED: tl.constexpr = 1
 GATHERED: tl.constexpr = 2
+SHARED: tl.constexpr = 3
 
 
 @triton.jit
@@ -86,6 +88,10 @@ def _compressed_tile(
         place = _looked_up(table_ptr, page_stride, tl.maximum(at, 0), there, PAGE, D)
     elif SOURCE == GATHERED:
         bias = tl.load(pick_ptr + first + row, mask=there, other=-1e30)
+        address = rows_ptr + tl.cast(tile, tl.int64) * (ROWS * D)
+        place = row * D
+    elif SOURCE == SHARED:
+        bias = _prefix_bias(row, hi - first)
         address = rows_ptr + tl.cast(tile, tl.int64) * (ROWS * D)
         place = row * D
     elif BY_ROW:
@@ -244,7 +250,7 @@ def attend_kernel(
     """One item: a token, HEADS heads and every `splits`-th chunk. Not FINAL: chunk c goes to slot slot0 + c.
 
     Compressed rows are `base`, or min(base + n_vis, limit) if COUNTED. `columns` is the distance between the index
-    lists, or the gathered rows, of two tokens.
+    lists, or the gathered rows, of two tokens, or the shared rows of two requests.
     """
     head_blocks = (heads + HEADS - 1) // HEADS
     items = tokens * head_blocks * splits
@@ -267,10 +273,13 @@ def attend_kernel(
         q = q_ptr + (t64 * heads + h) * D
         rows = rows_ptr
         pick = pick_ptr
-        if SOURCE != DENSE:
+        if SOURCE == PICKED:
             pick += t64 * columns
         if SOURCE == GATHERED:
+            pick += t64 * columns
             rows += t64 * columns * D
+        if SOURCE == SHARED:
+            rows += req * columns * D
         window_table = window_table_ptr + req * window_table_stride
         table = table_ptr + req * table_stride
         if FINAL:

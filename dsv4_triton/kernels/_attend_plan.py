@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import gcd
 
 import torch
 
@@ -55,7 +56,8 @@ def limits(family: Family) -> Limits:
 @dataclass(frozen=True)
 class Call:
     """The shapes of a call. `picked` and `dense` are the compressed rows a token may attend: named by an index list, or
-    the first n_vis; not both. `record`: rows are encoded, so that they have to be gathered before use."""
+    the first n_vis; not both. `record`: rows are encoded, so that they have to be gathered before use. `shared`:
+    requests have several tokens, which may share a copy of dense rows."""
 
     heads: int
     window: int
@@ -64,6 +66,7 @@ class Call:
     picked: int = 0
     dense: int = 0
     record: bool = False
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ class Split:
     SCORE_ROWS: int
     SCORE_HEADS: int
     SOFTMAX_HEADS: int
+    FIRST: int
     VALUE_ROWS: int
     VALUE_HEADS: int
     DV: int
@@ -106,8 +110,9 @@ class Plan:
     """The launches of a call.
 
     `gathered` columns are copied first, if any; they begin with `base` columns of the window, or with none where
-    attend launches read the window in place. Then come `launches`, or the three of `split`. They finish the result, or
-    where there are `slots` give that many partial results a token, of `chunk` rows each, which a last launch merges.
+    attend launches read the window in place. If `shared` those after the window's are copied once per request, else
+    once per token. Then come `launches`, or the three of `split`. They finish the result, or where there are `slots`
+    give that many partial results a token, of `chunk` rows each, which a last launch merges.
     """
 
     launches: tuple[Tiling, ...] = ()
@@ -116,10 +121,16 @@ class Plan:
     base: int = 0
     slots: int = 0
     chunk: int = 0
+    shared: bool = False
+
+    @property
+    def own(self) -> int:
+        """Columns copied for a token alone."""
+        return self.base if self.shared else self.gathered
 
     def scratch(self, heads: int, dtype: torch.dtype) -> int:
         """Bytes of scratch a token takes."""
-        rows = self.gathered * (HEAD_DIM * dtype.itemsize + 4)
+        rows = self.own * (HEAD_DIM * dtype.itemsize + 4)
         scores = heads * self.gathered * (4 + dtype.itemsize) if self.split else 0
         return rows + scores + self.slots * heads * (HEAD_DIM + 1) * 4
 
@@ -207,6 +218,7 @@ def _plan_gathered(family: Family, call: Call, windows: int) -> Plan:
     """Rows that are copied first; without the window's where that fits beside them, in `windows` tiles of its own."""
     limit = limits(family)
     own = _bucket(call.dense, BLOCK) if call.dense else _up(call.picked, BLOCK)
+    shared = call.shared and call.dense > 0 and (windows > 0 or not family.mixed_kernels)
 
     def fused(windows: int, columns: int) -> Tiling | None:
         width = limit.whole_rows if windows * call.window_page + columns <= limit.whole_columns else limit.tile_rows
@@ -214,37 +226,46 @@ def _plan_gathered(family: Family, call: Call, windows: int) -> Plan:
         if not tiles:
             return None
         rows = _up(columns, 16 * tiles) // tiles
-        tiling = _tiling(family, call, _attend.GATHERED, windows, call.window_page, tiles, rows, by_row=False)
+        source = _attend.SHARED if shared else _attend.GATHERED
+        tiling = _tiling(family, call, source, windows, call.window_page, tiles, rows, by_row=False)
         return tiling if family.mixed_kernels and min(64, call.heads) <= tiling.HEADS else None
 
     if windows and own <= limit.chunk_rows and (beside := fused(windows, own)) is not None:
-        return Plan((beside,), gathered=own)
+        return Plan((beside,), gathered=own, shared=shared)
+    if shared and windows and (rest := fused(0, limit.chunk_rows)) is not None:
+        first = _tiling(family, call, _attend.DENSE, windows, call.window_page, 0, 16, by_row=False)
+        slots = -(-own // rest.columns)
+        return Plan((first, rest), None, slots * rest.columns, 0, 1 + slots, rest.columns, shared=True)
     base = window_columns(call.window)
     columns = base + own
     chunk = columns if call.picked or columns <= limit.chunk_rows else limit.chunk_rows
     slots = 0 if chunk == columns else -(-columns // chunk)
     columns = slots * chunk or columns
-    if (alone := fused(0, chunk)) is not None:
+    if not shared and (alone := fused(0, chunk)) is not None:
         return Plan((alone,), None, columns, base, slots, chunk)
-    return Plan((), _split(family, call.heads, chunk), columns, base, slots, chunk)
+    shared = shared and not family.mixed_kernels
+    return Plan((), _split(family, call.heads, chunk, base if shared else 0), columns, base, slots, chunk, shared)
 
 
-def _split(family: Family, heads: int, chunk: int) -> Split:
-    """Tiles of the split chain for bf16 rows.
+def _split(family: Family, heads: int, chunk: int, first: int) -> Split:
+    """Tiles of the split chain for bf16 rows; the first `first` columns are copied apart from the others.
 
-    Operands of both products are in L1 twice, one being loaded while the other is used. The sums of the second product
-    fill the accumulators, or where they leave through vector memory a part of that. The softmax has its scores in UB
-    with all that is made of them.
+    Operands of both products are in L1, twice where the compiler loads one while the other is used. The sums of the
+    second product fill the accumulators, or where they leave through vector memory a part of that; there each further
+    addition takes the vector cores, too. The softmax has its scores in UB with all that is made of them.
     """
     heads = max(16, next_power_of_2(heads))
     dot_heads = min(128, heads)
-    score_rows = family.l1_bytes // (4 * HEAD_DIM) - dot_heads
+    operands = family.l1_bytes // 2 // (2 if family.mixed_kernels else 1)
     sums = family.l0c_bytes // 4 if family.mixed_kernels else min(family.l0c_bytes // 4, family.ub_bytes // 12)
     width = min(HEAD_DIM, _power_of_2_below(sums // dot_heads))
+    value_rows = operands // (dot_heads + width)
+    together = gcd(chunk, first) if first else chunk
     return Split(
-        CHUNK=chunk, SCORE_ROWS=_divisor(chunk, score_rows), SCORE_HEADS=dot_heads,
+        CHUNK=chunk, SCORE_ROWS=_divisor(together, min(320, operands // HEAD_DIM - dot_heads)), SCORE_HEADS=dot_heads,
         SOFTMAX_HEADS=min(heads, _power_of_2_below(family.ub_bytes // (16 * chunk))),
-        VALUE_ROWS=_divisor(chunk, family.l1_bytes // (4 * (dot_heads + width))), VALUE_HEADS=dot_heads, DV=width,
+        FIRST=first or _divisor(chunk, value_rows), VALUE_ROWS=_divisor(chunk - first, value_rows),
+        VALUE_HEADS=dot_heads, DV=width,
     )  # fmt: skip
 
 

@@ -1,7 +1,9 @@
 """Kernels of `sparse_attention` that do one step each: scores, softmax, values.
 
 For families whose vector cores do not share the work of a mixed kernel, and for sets of rows whose scores do not fit
-one. All work on the rows that `gather_rows` copied; the scores and P go through memory:
+one. All work on the rows that `gather_rows` copied for a token, or SHARED: on the window's rows that it copied and on
+those that `_dense_rows` copied before them in the same memory, for all tokens of a request. The scores and P go through
+memory:
 
     s[t, h, j] = <q[t, h], rows[t, j]>                                  cube, fp32
     p[t, h, j] = exp(scale * s + bias[t, j] - M) / Z                    vector, q's dtype
@@ -22,6 +24,17 @@ ALL = tl.constexpr(tl.PropagateNan.ALL)
 
 
 @triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=ALL)
+
+
+@triton.jit
+def _row_max(x):
+    """`tl.max` looks for NaN, which takes A5 six instructions a vector."""
+    return tl.reduce(x, 1, _larger)
+
+
+@triton.jit
 def _count(pos_ptr, n_vis_ptr, t, base, limit, COUNTED: tl.constexpr):
     """Columns that token t attends: `base`, or min(base + n_vis, limit) if COUNTED; none for padding."""
     count = base
@@ -32,10 +45,23 @@ def _count(pos_ptr, n_vis_ptr, t, base, limit, COUNTED: tl.constexpr):
     return count
 
 
-@triton.jit(do_not_specialize=["tokens", "heads", "columns", "base", "limit", "splits"])
+@triton.jit
+def _first_row(req_ptr, t, column, columns, base, shared_rows, SHARED: tl.constexpr):
+    """The row of `column` of token t, counted from the first of all. SHARED: `shared_rows` come before the windows."""
+    row = tl.cast(t, tl.int64) * columns + column
+    if SHARED:
+        row = shared_rows + tl.cast(t, tl.int64) * base + column
+        if column >= base:
+            row = tl.cast(tl.maximum(tl.load(req_ptr + t), 0), tl.int64) * (columns - base) + column - base
+    return row
+
+
+@triton.jit(do_not_specialize=["tokens", "heads", "columns", "base", "limit", "shared_rows", "splits"])
 def scores_kernel(
-    q_ptr, rows_ptr, pos_ptr, n_vis_ptr, s_ptr, tokens, heads, columns, base, limit, splits,
-    COUNTED: tl.constexpr, RAGGED: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    q_ptr, rows_ptr, req_ptr, pos_ptr, n_vis_ptr, s_ptr,
+    tokens, heads, columns, base, limit, shared_rows, splits,
+    SHARED: tl.constexpr, COUNTED: tl.constexpr, RAGGED: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
+    D: tl.constexpr,
 ):  # fmt: skip
     """One item: a token, HEADS heads and every `splits`-th tile of ROWS columns. RAGGED: the last heads are fewer."""
     head_blocks = (heads + HEADS - 1) // HEADS
@@ -55,7 +81,8 @@ def scores_kernel(
         else:
             q = tl.load(q_place)
         for i in range(split, (count + ROWS - 1) // ROWS, splits):
-            s = tl.dot(q, tl.trans(tl.load(rows_ptr + (t64 * columns + i * ROWS) * D + row * D + dim)))
+            first = _first_row(req_ptr, t, i * ROWS, columns, base, shared_rows, SHARED)
+            s = tl.dot(q, tl.trans(tl.load(rows_ptr + first * D + row * D + dim)))
             s_place = s_ptr + place * columns + i * ROWS + head * columns + tl.arange(0, ROWS)[None, :]
             if RAGGED:
                 tl.store(s_place, s, mask=head < heads - h)
@@ -66,9 +93,13 @@ def scores_kernel(
 @triton.jit(do_not_specialize=["tokens", "heads", "columns", "base", "limit", "slots"])
 def softmax_kernel(
     s_ptr, bias_ptr, sink_ptr, pos_ptr, n_vis_ptr, p_ptr, lse_ptr, tokens, heads, columns, base, limit, slots, scale,
-    COUNTED: tl.constexpr, FINAL: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
+    SHARED: tl.constexpr, COUNTED: tl.constexpr, FINAL: tl.constexpr, RAGGED: tl.constexpr, CHUNK: tl.constexpr,
+    HEADS: tl.constexpr,
 ):  # fmt: skip
-    """One item: a token, a chunk and HEADS heads. Chunks from `count` on are left as they are, but for a FINAL one."""
+    """One item: a token, a chunk and HEADS heads. Chunks from `count` on are left as they are, but for a FINAL one.
+
+    The bias of a token is `columns` long, or SHARED: `base`, and the other columns below `count` are all attended.
+    """
     head_blocks = (heads + HEADS - 1) // HEADS
     head = tl.arange(0, HEADS)
     column = tl.arange(0, CHUNK)
@@ -78,15 +109,25 @@ def softmax_kernel(
         t = item // head_blocks // slots
         t64 = tl.cast(t, tl.int64)
         count = _count(pos_ptr, n_vis_ptr, t, base, limit, COUNTED) - slot * CHUNK
-        there = (head < heads - h)[:, None]
         if FINAL or count > 0:
             known = column < count
+            there = head < heads - h
             place = (t64 * heads + h) * columns + slot * CHUNK + head[:, None] * columns + column[None, :]
-            bias = tl.load(bias_ptr + t64 * columns + slot * CHUNK + column, mask=known, other=-1e30)
-            s = tl.load(s_ptr + place, mask=there & known[None, :], other=0.0) * scale + bias[None, :]
-            m = tl.maximum(tl.max(s, axis=1), -1e29, propagate_nan=ALL)
+            if SHARED:
+                bias = tl.load(
+                    bias_ptr + t64 * base + slot * CHUNK + column, mask=column < base - slot * CHUNK, other=0.0
+                )
+                bias += tl.minimum(-0.5 - (column - count).to(tl.float32), 0.0, propagate_nan=ALL) * 2e30
+            else:
+                bias = tl.load(bias_ptr + t64 * columns + slot * CHUNK + column, mask=known, other=-1e30)
+            if RAGGED:
+                s = tl.load(s_ptr + place, mask=there[:, None] & known[None, :], other=0.0)
+            else:
+                s = tl.load(s_ptr + place, mask=known[None, :], other=0.0)
+            s = s * scale + bias[None, :]
+            m = tl.maximum(_row_max(s), -1e29, propagate_nan=ALL)
             if FINAL:
-                sink = tl.load(sink_ptr + h + head, mask=head < heads - h, other=0.0)
+                sink = tl.load(sink_ptr + h + head, mask=there, other=0.0)
                 m = tl.maximum(m, sink, propagate_nan=ALL)
             s = tl.exp(s - m[:, None])
             z = tl.sum(s, axis=1)
@@ -95,20 +136,29 @@ def softmax_kernel(
             z = tl.maximum(z, 1e-37, propagate_nan=ALL)
             if not FINAL:
                 lse = lse_ptr + (t64 * slots + slot) * heads + h
-                tl.store(lse + head, m + tl.log(z), mask=head < heads - h)
-            tl.store(p_ptr + place, (s * (1.0 / z)[:, None]).to(p_ptr.dtype.element_ty), mask=there)
+                tl.store(lse + head, m + tl.log(z), mask=there)
+            # A reduction of equal values: without it the compiler divides once per score.
+            inverse = _row_max(tl.broadcast_to((1.0 / z)[:, None], (HEADS, 8)))
+            p = (s * inverse[:, None]).to(p_ptr.dtype.element_ty)
+            if RAGGED:
+                tl.store(p_ptr + place, p, mask=there[:, None])
+            else:
+                tl.store(p_ptr + place, p)
 
 
-@triton.jit(do_not_specialize=["tokens", "heads", "columns", "base", "limit", "slots"])
+@triton.jit(do_not_specialize=["tokens", "heads", "columns", "base", "limit", "shared_rows", "slots"])
 def values_kernel(
-    p_ptr, rows_ptr, pos_ptr, n_vis_ptr, out_ptr, tokens, heads, columns, base, limit, slots,
-    COUNTED: tl.constexpr, FINAL: tl.constexpr, RAGGED: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
-    HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    p_ptr, rows_ptr, req_ptr, pos_ptr, n_vis_ptr, out_ptr,
+    tokens, heads, columns, base, limit, shared_rows, slots,
+    SHARED: tl.constexpr, COUNTED: tl.constexpr, FINAL: tl.constexpr, RAGGED: tl.constexpr, CHUNK: tl.constexpr,
+    FIRST: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """One item: a token, HEADS heads, a slice of DV features, and every chunk the token has."""
+    """One item: a token, HEADS heads, a slice of DV features, and every chunk the token has: FIRST rows of it, then
+    ROWS at a time."""
     head_blocks = (heads + HEADS - 1) // HEADS
     slices: tl.constexpr = D // DV
     head = tl.arange(0, HEADS)[:, None]
+    begin = tl.arange(0, FIRST)
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, DV)[None, :]
     for item in range(tl.program_id(0), tokens * head_blocks * slices, tl.num_programs(0)):
@@ -120,19 +170,23 @@ def values_kernel(
         if not FINAL:
             chunks = (_count(pos_ptr, n_vis_ptr, t, base, limit, COUNTED) + CHUNK - 1) // CHUNK
         for c in range(0, chunks):
-            p = p_ptr + (t64 * heads + h) * columns + c * CHUNK + head * columns + row[None, :]
-            v = rows_ptr + (t64 * columns + c * CHUNK) * D + d + row[:, None] * D + dim
+            p = p_ptr + (t64 * heads + h) * columns + c * CHUNK + head * columns
             out = out_ptr + ((t64 * slots + c) * heads + h) * D + d + head * D + dim
+            v = rows_ptr + d + dim
             there = head < heads - h
+            first = _first_row(req_ptr, t, c * CHUNK, columns, base, shared_rows, SHARED)
+            start = v + first * D + begin[:, None] * D
             if RAGGED:
-                o = tl.dot(tl.load(p, mask=there, other=0.0), tl.load(v))
+                o = tl.dot(tl.load(p + begin[None, :], mask=there, other=0.0), tl.load(start))
             else:
-                o = tl.dot(tl.load(p), tl.load(v))
-            for i in range(ROWS, CHUNK, ROWS):
+                o = tl.dot(tl.load(p + begin[None, :]), tl.load(start))
+            for i in range(FIRST, CHUNK, ROWS):
+                first = _first_row(req_ptr, t, c * CHUNK + i, columns, base, shared_rows, SHARED)
+                rows = v + first * D + row[:, None] * D
                 if RAGGED:
-                    o = tl.dot(tl.load(p + i, mask=there, other=0.0), tl.load(v + i * D), o)
+                    o = tl.dot(tl.load(p + i + row[None, :], mask=there, other=0.0), tl.load(rows), o)
                 else:
-                    o = tl.dot(tl.load(p + i), tl.load(v + i * D), o)
+                    o = tl.dot(tl.load(p + i + row[None, :]), tl.load(rows), o)
             if RAGGED:
                 tl.store(out, o.to(out_ptr.dtype.element_ty), mask=there)
             else:

@@ -35,7 +35,7 @@ from dsv4_triton.kernels._rows import (
 OP = "gather_rows"
 BLOCK = 32
 """Columns are counted in blocks of this size."""
-_RECORD_BLOCK = 16
+RECORD_BLOCK = 16
 """Columns of one work item where rows are records: decoding needs more buffers per row."""
 TABLE_ENTRIES = 4096
 """Entries of a block table that fit UB beside the rows."""
@@ -131,7 +131,7 @@ def _copy_together(
 
 
 @triton.jit
-def _copy_run(
+def copy_run(
     cache_ptr, byte_ptr, table_ptr, page_stride, first, last, count, rows_ptr,
     ALIGNED: tl.constexpr, RECORD: tl.constexpr, PAGE: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -194,7 +194,7 @@ def _gather_rows_kernel(
             count = position + 1 - first
             first = tl.minimum(first, last)
             tl.store(bias, _prefix_bias(j, count))
-            _copy_run(
+            copy_run(
                 window_ptr, window_byte_ptr, window_table_ptr + req * table_stride, page_stride, first, last, count,
                 rows, False, RECORD, PAGE, COLS,
             )  # fmt: skip
@@ -226,7 +226,7 @@ def _gather_rows_kernel(
                     first = tl.minimum(column, last // COLS * COLS)
                     count -= column
                     tl.store(bias, _prefix_bias(j, count))
-                    _copy_run(
+                    copy_run(
                         cmp_ptr, cmp_byte_ptr, table, cmp_page_stride, first, last, count, rows, True, RECORD,
                         CMP_PAGE, COLS,
                     )  # fmt: skip
@@ -301,7 +301,7 @@ def gather_rows(
         return rows, bias
     check_filled(OP, window_cache=window_cache, window_table=window_table, cmp_cache=cmp_cache, cmp_table=cmp_table)
     assert cmp_table is not None
-    block = _RECORD_BLOCK if record else BLOCK
+    block = RECORD_BLOCK if record else BLOCK
     family = family_of(device.type)
     grid = (min(tokens * columns // block, family.vector_cores),)
     page, entries = cmp_cache.shape[1], -(-cmp_table.shape[1] // 8) * 8

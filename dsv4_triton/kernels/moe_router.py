@@ -30,7 +30,6 @@ _HASH_TOKENS = 32
 _MAX_EXPERTS = 1024
 _LOWEST = tl.constexpr(-3.0e38)
 _GONE = tl.constexpr(-3.4e38)
-_FAR = tl.constexpr(1.0e9)
 
 
 @triton.jit

@@ -14,7 +14,8 @@ the batch holds; only the split of many dense rows into chunks follows `max_n_vi
 * rows read where they lie, in one launch: whole pages as tiles, or single rows where the family can load a product's
   operand row by row;
 * `gather_rows` copies what a token attends, decoded where rows are records (uint8), then one launch attends it, or
-  three launches do one step each (`_attend_split.py`);
+  three launches do one step each (`_attend_split.py`); where requests have several tokens, `_dense_rows.py` copies rows
+  that all of these attend once per request;
 * sets of dense rows too long for one softmax give partial results, which a last launch merges with the sink.
 
 Cube and vector cores; grids are persistent. On-chip sizes: `_attend.py`, `gather_rows.py`. Formula: official
@@ -42,16 +43,16 @@ from dsv4_triton.kernels._attend_plan import (
     softmax_heads,
     value_width,
 )
+from dsv4_triton.kernels._attend_scratch import RUN, Scratch, parts_of, run_length, shared_rows
 from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor, output
+from dsv4_triton.kernels._dense_rows import dense_rows
 from dsv4_triton.kernels._rows import check_rows, is_record
 from dsv4_triton.kernels._tiling import next_power_of_2
-from dsv4_triton.kernels._workspace import ALIGNMENT, Part, carve, check_workspace
+from dsv4_triton.kernels._workspace import ALIGNMENT, carve, check_workspace
 from dsv4_triton.kernels.gather_rows import gather_rows
 
 OP = "sparse_attention"
 MERGE_HEADS = 16
-_RUN = 16
-"""Runs of tokens are a multiple of this, so that each run stays aligned."""
 
 
 @dataclass
@@ -93,8 +94,8 @@ class _Tokens:
         rows = self.window_cache if self.cmp_cache is None else self.cmp_cache
         table = self.window_table if self.cmp_table is None else self.cmp_table
         pick, columns, base = self.sink, call.picked, call.picked
-        if scratch.rows is not None and scratch.bias is not None:
-            rows, pick = scratch.rows, scratch.bias
+        if scratch.rows is not None:
+            rows, pick = scratch.rows, self.sink if scratch.bias is None else scratch.bias
             base = columns = plan.gathered
         elif self.indices is not None:
             pick = self.indices
@@ -121,13 +122,14 @@ class _Tokens:
         n_vis = self.n_vis if counted else self.positions
         base = plan.base if counted else plan.gathered
         bounds = base, base + self.call.dense
+        kind = {"SHARED": plan.shared, "COUNTED": counted}
         items = tokens * -(-heads // split.SCORE_HEADS)
         cubes = self.family.cube_cores
         splits = max(1, min(plan.gathered // split.SCORE_ROWS, 2 * cubes // items))
         _attend_split.scores_kernel[(min(items * splits, cubes),)](
-            self.q, scratch.rows, self.positions, n_vis, scratch.scores, tokens, heads, plan.gathered, *bounds, splits,
-            COUNTED=counted, RAGGED=heads % split.SCORE_HEADS != 0, ROWS=split.SCORE_ROWS, HEADS=split.SCORE_HEADS,
-            D=HEAD_DIM,
+            self.q, scratch.rows, self.token_req, self.positions, n_vis, scratch.scores, tokens, heads, plan.gathered,
+            *bounds, scratch.shared_rows, splits, **kind, RAGGED=heads % split.SCORE_HEADS != 0, ROWS=split.SCORE_ROWS,
+            HEADS=split.SCORE_HEADS, D=HEAD_DIM,
         )  # fmt: skip
         slots, final = plan.slots or 1, not plan.slots
         values, lse = scratch.target(self.out, self.sink)
@@ -135,15 +137,15 @@ class _Tokens:
         items = tokens * slots * -(-heads // block)
         _attend_split.softmax_kernel[(min(items, self.family.vector_cores),)](
             scratch.scores, scratch.bias, self.sink, self.positions, n_vis, scratch.weights, lse, tokens, heads,
-            plan.gathered, *bounds, slots, self.scale,
-            COUNTED=counted, FINAL=final, CHUNK=split.CHUNK, HEADS=block,
+            plan.gathered, *bounds, slots, self.scale, **kind, FINAL=final,
+            RAGGED=heads % block != 0, CHUNK=split.CHUNK, HEADS=block,
         )  # fmt: skip
         width = value_width(split, tokens, heads, cubes)
         items = tokens * -(-heads // split.VALUE_HEADS) * (HEAD_DIM // width)
         _attend_split.values_kernel[(min(items, cubes),)](
-            scratch.weights, scratch.rows, self.positions, n_vis, values, tokens, heads, plan.gathered, *bounds, slots,
-            COUNTED=counted, FINAL=final, RAGGED=heads % split.VALUE_HEADS != 0, CHUNK=split.CHUNK,
-            ROWS=split.VALUE_ROWS, HEADS=split.VALUE_HEADS, D=HEAD_DIM, DV=width,
+            scratch.weights, scratch.rows, self.token_req, self.positions, n_vis, values, tokens, heads, plan.gathered,
+            *bounds, scratch.shared_rows, slots, **kind, FINAL=final, RAGGED=heads % split.VALUE_HEADS != 0,
+            CHUNK=split.CHUNK, FIRST=split.FIRST, ROWS=split.VALUE_ROWS, HEADS=split.VALUE_HEADS, D=HEAD_DIM, DV=width,
         )  # fmt: skip
 
     def merge(self, plan: Plan, scratch: Scratch) -> None:
@@ -157,13 +159,15 @@ class _Tokens:
         )  # fmt: skip
 
     def run(self, plan: Plan, scratch: Scratch) -> None:
-        """All launches of the plan."""
-        if plan.gathered:
+        """All launches of the plan but for the copy of shared rows."""
+        if plan.own:
+            alone = not plan.shared
             gather_rows(
                 self.window_cache, self.window_table, self.token_req, self.positions,
-                window=self.call.window if plan.base else 0, columns=plan.gathered, cmp_cache=self.cmp_cache,
-                cmp_table=self.cmp_table, n_vis=self.n_vis, indices=self.indices, dtype=self.q.dtype,
-                rows=scratch.rows, bias=scratch.bias, fill=0 if plan.split is None else plan.split.CHUNK,
+                window=self.call.window if plan.base else 0, columns=plan.own,
+                cmp_cache=self.cmp_cache if alone else None, cmp_table=self.cmp_table if alone else None,
+                n_vis=self.n_vis if alone else None, indices=self.indices, dtype=self.q.dtype, rows=scratch.own_rows,
+                bias=scratch.bias, fill=0 if plan.split is None else plan.split.CHUNK,
             )  # fmt: skip
         if plan.split is not None:
             self.split(plan.split, plan, scratch)
@@ -171,48 +175,6 @@ class _Tokens:
             self.attend(tiling, plan, scratch, slot0)
         if plan.slots:
             self.merge(plan, scratch)
-
-
-@dataclass
-class Scratch:
-    """Gathered rows and their bias; scores and weights of the split chain; partial values and the logs of their
-    denominators. Each only where the plan uses it."""
-
-    rows: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-    scores: torch.Tensor | None = None
-    weights: torch.Tensor | None = None
-    values: torch.Tensor | None = None
-    lse: torch.Tensor | None = None
-
-    def target(self, out: torch.Tensor, unused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where values and denominators go: `out`, which needs none, or the partial results."""
-        return (out, unused) if self.values is None or self.lse is None else (self.values, self.lse)
-
-    def first(self, tokens: int) -> Scratch:
-        """The part of the first tokens."""
-        return Scratch(*(None if part is None else part[:tokens] for part in vars(self).values()))
-
-
-def _scratch(plan: Plan, run: int, heads: int, dtype: torch.dtype) -> dict[str, Part]:
-    """Shapes and dtypes of the scratch of `run` tokens by name."""
-    parts: dict[str, Part] = {}
-    if plan.gathered:
-        parts["rows"] = (run, plan.gathered, HEAD_DIM), dtype
-        parts["bias"] = (run, plan.gathered), torch.float32
-    if plan.split is not None:
-        parts["scores"] = (run, heads, plan.gathered), torch.float32
-        parts["weights"] = (run, heads, plan.gathered), dtype
-    if plan.slots:
-        parts["values"] = (run, plan.slots, heads, HEAD_DIM), torch.float32
-        parts["lse"] = (run, plan.slots, heads), torch.float32
-    return parts
-
-
-def _run_length(plan: Plan, tokens: int, heads: int, dtype: torch.dtype, family: Family) -> int:
-    """Tokens whose scratch fits the family's bound, at least 16."""
-    fit = limits(family).scratch_bytes // plan.scratch(heads, dtype)
-    return min(tokens, max(_RUN, fit // _RUN * _RUN))
 
 
 def sparse_attention_workspace(
@@ -230,14 +192,15 @@ def sparse_attention_workspace(
 ) -> int:
     """Bytes of `workspace` for calls of up to `tokens` tokens, with selections of `topk` and with up to `max_n_vis`
     dense rows. `window_page` and `cmp_page` are rows per block of the caches."""
-    need = 0
-    for picked, dense in ((0, 0), (topk, 0), (0, max_n_vis)):
-        chosen = plan(family, Call(heads, window, window_page, cmp_page, picked, dense, record))
+    need, bound = 0, limits(family).scratch_bytes
+    for picked, dense, shared in ((0, 0, False), (topk, 0, False), (0, max_n_vis, False), (0, max_n_vis, True)):
+        chosen = plan(family, Call(heads, window, window_page, cmp_page, picked, dense, record, shared))
         if chosen.gathered or chosen.slots:
             a_token = chosen.scratch(heads, dtype)
             # Fewer dense rows take less a token, and then more tokens make a run: the bound holds for those too.
-            bound = min(tokens * a_token, max(_RUN * a_token, limits(family).scratch_bytes))
-            need = max(need, bound + 6 * ALIGNMENT)
+            own = min(tokens * a_token, max(RUN * a_token, bound))
+            requests = min(bound, tokens // 2 * chosen.gathered * HEAD_DIM * dtype.itemsize) if chosen.shared else 0
+            need = max(need, own + requests + 6 * ALIGNMENT)
     return need
 
 
@@ -316,7 +279,12 @@ def sparse_attention(
         0 if indices is None else indices.shape[1], dense, is_record(window_cache),
     )  # fmt: skip
     family = family_of(device.type)
+    requests = 0 if cmp_table is None else cmp_table.shape[0]
     chosen = plan(family, call)
+    if dense and chosen.gathered and 2 * requests <= count:
+        several = plan(family, replace(call, shared=True))
+        if shared_rows(several, requests) * HEAD_DIM * q.element_size() <= limits(family).scratch_bytes:
+            chosen = several
     tokens = _Tokens(
         q, window_cache, window_table, token_req, positions, cmp_cache, cmp_table, n_vis, indices, sink, out, scale,
         call, family,
@@ -324,9 +292,18 @@ def sparse_attention(
     if not chosen.gathered and not chosen.slots:
         tokens.run(chosen, Scratch())
         return out
-    length = _run_length(chosen, count, heads, q.dtype, family)
-    parts = _scratch(chosen, length, heads, q.dtype)
-    scratch = Scratch(**dict(zip(parts, carve(OP, workspace, device, parts.values()))))
+    length = run_length(chosen, count, heads, q.dtype, family)
+    parts = parts_of(chosen, requests, length, heads, q.dtype)
+    scratch = Scratch(shared_rows(chosen, requests), **dict(zip(parts, carve(OP, workspace, device, parts.values()))))
+    if scratch.rows is not None:
+        scratch.own_rows = scratch.rows[scratch.shared_rows :].view(length, chosen.own, HEAD_DIM)
+        if chosen.shared:
+            assert cmp_cache is not None and cmp_table is not None and n_vis is not None
+            together = scratch.rows[: scratch.shared_rows].view(requests, -1, HEAD_DIM)
+            dense_rows(
+                cmp_cache, cmp_table, token_req, n_vis, together, family, limit=dense, base=chosen.base,
+                fill=chosen.split.CHUNK if chosen.split else 1,
+            )  # fmt: skip
     for run in tokens.runs(length):
         run.run(chosen, scratch.first(len(run.q)))
     return out

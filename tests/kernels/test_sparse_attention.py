@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -119,9 +119,12 @@ def test_runs_of_tokens_change_nothing(monkeypatch, compressed, page):
     inputs = build(Case((tuple(range(250, 270)), (3,), (-1, 128)), compressed=compressed, ratio=16, cmp_page=page))
     with acting_as(A2):
         expected = sparse_attention(*inputs.args(), scale=SCALE, **inputs.compressed)
-        monkeypatch.setattr(_attend_plan, "LIMITS", {"a2": dataclasses.replace(_attend_plan.Limits(), scratch_bytes=1)})
-        _attend_plan.plan.cache_clear()
-        assert_equal(sparse_attention(*inputs.args(), scale=SCALE, **inputs.compressed), expected)
+        with monkeypatch.context() as patch:
+            patch.setattr(_attend_plan, "LIMITS", {"a2": replace(_attend_plan.Limits(), scratch_bytes=1)})
+            _attend_plan.plan.cache_clear()
+            result = sparse_attention(*inputs.args(), scale=SCALE, **inputs.compressed)
+    _attend_plan.plan.cache_clear()
+    assert_equal(result, expected)
 
 
 @pytest.mark.parametrize("case", [
@@ -146,6 +149,31 @@ def test_variants_of_the_accelerators(family: Family, case):
     """Pages as tiles, gathered rows, products in slices and partial results run here too."""
     with acting_as(family):
         check(case)
+
+
+RUN_OF_TOKENS = tuple(range(500, 520))
+
+
+@pytest.mark.parametrize("case", [
+    Case((RUN_OF_TOKENS, (3,), (-1,)), compressed="dense", ratio=16, cmp_page=2),
+    Case((RUN_OF_TOKENS, (255, 256, 257)), compressed="dense", ratio=4, cmp_page=2, gap=64, heads=6, dtype=BF16),
+    Case((RUN_OF_TOKENS, (2699, 2700)), compressed="dense", cmp_page=8),
+    Case((RUN_OF_TOKENS, (1,)), compressed="dense", ratio=1, record=True, dtype=BF16),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("family", [A2, A5], ids=lambda family: family.name)
+def test_tokens_of_a_request_share_dense_rows(monkeypatch, family: Family, case):
+    """Against the reference, and against a copy for every token, which a small bound of the scratch enforces."""
+    inputs = build(case)
+    with acting_as(family):
+        check(case)
+        shared = sparse_attention(*inputs.args(), scale=SCALE, **inputs.compressed)
+        with monkeypatch.context() as patch:
+            patch.setattr(_attend_plan, "LIMITS", {family.name: replace(_attend_plan.Limits(), scratch_bytes=1)})
+            _attend_plan.plan.cache_clear()
+            alone = sparse_attention(*inputs.args(), scale=SCALE, **inputs.compressed)
+        _attend_plan.plan.cache_clear()
+        tolerance = {"rtol": 1e-5, "atol": 2e-6} if case.dtype == torch.float32 else TOLERANCE[BF16]
+        assert_close(shared, alone, **tolerance)
 
 
 @pytest.mark.parametrize("case", [
