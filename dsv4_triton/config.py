@@ -26,7 +26,8 @@ MAX_HEADS = 128
 MAX_EXPERTS = 1024
 """The most experts of the router kernel."""
 WIDTH_STEP = 16
-"""Hidden and intermediate sizes are multiples of this: the tiles of mHC and of the experts."""
+"""Hidden and intermediate sizes are multiples of this, and with MXFP8 operands the rank of the output projection: the
+tiles of mHC, of the experts and of that projection."""
 RATIOS = {0: 0, 1: 0, 4: 4, 128: 128}
 """Compression ratios of a config and what they mean here; vLLM writes 1 for window-only layers."""
 
@@ -268,6 +269,8 @@ FamilyChoice = Literal["auto", "a2", "a3", "a5", "host"]
 Switch = Literal["auto", "on", "off"]
 IndexChoice = Literal["auto", "plain", "int8", "e4m3"]
 Geometry = Literal["fine", "vllm-ascend"]
+OutputFormat = Literal["plain", "mxfp8"]
+"""Operands of the grouped output projection: in the activations' dtype, or both quantised to MX blocks of e4m3."""
 
 BLOCK_SIZES: dict[Geometry, tuple[int, ...]] = {"fine": (256,), "vllm-ascend": (128, 64, 32)}
 """--block-size that each geometry takes, its default first."""
@@ -277,6 +280,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "kv_fake_quant": ("auto", "on", "off"),
     "geometry": tuple(BLOCK_SIZES),
     "index_format": ("auto", "plain", "int8", "e4m3"),
+    "o_proj_format": ("plain", "mxfp8"),
 }
 
 
@@ -293,6 +297,9 @@ class Options:
     vllm-ascend, with hits every 128 blocks of --block-size (32, 64 or 128)."""
     index_format: IndexChoice = "auto"
     """Stored indexer keys; `auto` is the family's own format, and `plain` with `--dtype float32`."""
+    o_proj_format: OutputFormat = "plain"
+    """Operands of the grouped output projection; `mxfp8` quantises its weights once at loading and its inputs at every
+    step, where the family has fp8 (A5, host)."""
     host_threads: int | Literal["auto"] = "auto"
     """Threads that share a kernel's grid on the host; `auto` is one a CPU this process may use."""
 
@@ -346,6 +353,7 @@ class Choices:
     index_format: IndexFormat
     geometry: Geometry
     block_size: int
+    o_proj_format: OutputFormat = "plain"
 
 
 def resolve(
@@ -377,6 +385,16 @@ def resolve(
             f"{_OPTIONS_KEY}.kv_fake_quant is 'off', but family {family.name!r} stores rows in fp8, which rounds them; "
             f'it takes "auto" or "on"'
         )
+    if options.o_proj_format == "mxfp8":
+        if not family.fp8:
+            raise ConfigError(
+                f"{_OPTIONS_KEY}.o_proj_format is 'mxfp8', but family {family.name!r} has no fp8; it takes \"plain\""
+            )
+        if model.o_lora % WIDTH_STEP:
+            raise ConfigError(
+                f"{_OPTIONS_KEY}.o_proj_format is 'mxfp8', which takes an o_lora_rank that is a multiple of "
+                f"{WIDTH_STEP}; config.json has {model.o_lora}"
+            )
     fake_quant = {"on": True, "off": False, "auto": model.trained_in_fp8}[options.kv_fake_quant]
     return Choices(
         family=family,
@@ -384,6 +402,7 @@ def resolve(
         index_format=index_format,
         geometry=options.geometry,
         block_size=_block_size(options.geometry, block_size),
+        o_proj_format=options.o_proj_format,
     )
 
 

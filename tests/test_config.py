@@ -147,6 +147,7 @@ def test_options_are_read() -> None:
         ({"dsv4_triton": {"kv_geometry": "fine"}}, "unknown option 'kv_geometry'; did you mean 'geometry'"),
         ({"dsv4_triton": {"device_family": "A2"}}, 'it takes "auto", "a2", "a3", "a5", "host"'),
         ({"dsv4_triton": {"index_format": None}}, "index_format got None"),
+        ({"dsv4_triton": {"o_proj_format": "fp8"}}, 'o_proj_format got \'fp8\', it takes "plain", "mxfp8"'),
         ({"dsv4_triton": {"host_threads": 0}}, "host_threads got 0"),
         ({"dsv4_triton": {"host_threads": True}}, "host_threads got True"),
         ({"dsv4_triton": {"host_threads": 1.5}}, "host_threads got 1.5"),
@@ -200,6 +201,17 @@ def test_block_sizes_of_a_geometry(geometry: Any, sizes: tuple[int, ...]) -> Non
 def test_resolve_rejects_fp8_keys_without_fp8() -> None:
     with pytest.raises(ConfigError, match="'e4m3', which family 'a2' has no instructions for"):
         resolve(settings(), Options(device_family="a2", index_format="e4m3"), HOST)
+
+
+def test_resolve_format_of_the_output_projection() -> None:
+    assert resolve(settings(), Options(), A5).o_proj_format == "plain"
+    for family in (A5, HOST):
+        assert resolve(settings(), Options(o_proj_format="mxfp8"), family).o_proj_format == "mxfp8"
+    for family in (A2, A3):
+        with pytest.raises(ConfigError, match=f"o_proj_format is 'mxfp8', but family '{family.name}' has no fp8"):
+            resolve(settings(), Options(o_proj_format="mxfp8"), family)
+    with pytest.raises(ConfigError, match=r"multiple of 16; config\.json has 40"):
+        resolve(settings(o_lora_rank=40), Options(o_proj_format="mxfp8"), HOST)
 
 
 def test_resolve_rejects_unrounded_fp8_rows() -> None:

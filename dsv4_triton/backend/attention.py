@@ -48,7 +48,8 @@ class IndexerWeights(Protocol):
 
 
 class AttentionWeights(Protocol):
-    """What the forward pass needs of a layer; feature order is that of half-layout RoPE."""
+    """What the forward pass needs of a layer; feature order is that of half-layout RoPE. `wo_scale` comes with MXFP8
+    weights `wo_a`."""
 
     ratio: int
     heads: int
@@ -61,6 +62,7 @@ class AttentionWeights(Protocol):
     kv_norm: torch.Tensor
     sink: torch.Tensor
     wo_a: torch.Tensor
+    wo_scale: torch.Tensor | None
     cos_sin: torch.Tensor
     compressor: CompressorWeights | None
     indexer: IndexerWeights | None
@@ -127,7 +129,15 @@ def attend(
         workspace=layer.workspace.memory,
         **compressed,
     )
-    o_proj(attended, layer.wo_a, step.positions, layer.cos_sin, out=output)
+    o_proj(
+        attended,
+        layer.wo_a,
+        step.positions,
+        layer.cos_sin,
+        wo_scale=layer.wo_scale,
+        out=output,
+        workspace=layer.workspace.memory,
+    )
 
 
 def _states(layer: AttentionWeights, rows: tuple[torch.Tensor, ...], metadata: dict[str, Any]) -> dict[str, Any]:

@@ -52,7 +52,8 @@ class Serving:
             f"cache geometry {self.layout.geometry} with blocks of {self.layout.block_size}: hits every "
             f"{self.layout.hit_tokens} tokens, {self.layout.token_bytes:.0f} bytes a token of context; "
             f"{'record' if records else 'plain'} rows, "
-            f"{self.choices.index_format} index keys, fp8 rounding of rows {rounding}"
+            f"{self.choices.index_format} index keys, fp8 rounding of rows {rounding}; "
+            f"{self.choices.o_proj_format} operands of the output projection"
         )
 
 

@@ -11,11 +11,13 @@ from collections.abc import Iterator
 import torch
 
 from dsv4_triton.backend.serving import Serving
+from dsv4_triton.config import HEAD_DIM
 from dsv4_triton.kernels._workspace import Part, workspace_bytes
 from dsv4_triton.kernels.hc_head import hc_head_workspace
 from dsv4_triton.kernels.hc_post_pre import hc_post_pre_workspace
 from dsv4_triton.kernels.indexer_topk import MAX_TILE, indexer_topk_workspace
 from dsv4_triton.kernels.moe_experts import moe_experts_workspace
+from dsv4_triton.kernels.o_proj import o_proj_workspace
 from dsv4_triton.kernels.sparse_attention import sparse_attention_workspace
 
 SCORE_BYTES = 64 << 20
@@ -63,6 +65,8 @@ def _needs(serving: Serving, dtype: torch.dtype, tokens: int, context: int, shar
     yield moe_experts_workspace(
         tokens, model.experts_per_token + 1, model.experts + 1, model.hidden, model.moe_intermediate // shards, dtype
     )
+    if serving.choices.o_proj_format == "mxfp8":
+        yield o_proj_workspace(tokens, model.o_groups // shards, model.heads // model.o_groups * HEAD_DIM)
     for ratio in set(model.ratios):
         entries = context // ratio if ratio else 0
         selects = ratio == 4 and entries > model.index_topk

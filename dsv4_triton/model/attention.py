@@ -25,6 +25,7 @@ from dsv4_triton.backend.serving import Serving
 from dsv4_triton.backend.workspace import Workspace
 from dsv4_triton.config import HEAD_DIM, INDEX_DIM, ModelSettings
 from dsv4_triton.hadamard import sylvester
+from dsv4_triton.kernels.o_proj import quantise_wo_a
 from dsv4_triton.model.loader import Slot, Store, copy_into, into_layer, prefixed
 from dsv4_triton.model.rope import RopeTables, half_layout
 
@@ -145,7 +146,10 @@ class Attention(nn.Module):
         self.kv_norm = parameter(HEAD_DIM, dtype=dtype)
         self.sink = parameter(self.heads, dtype=torch.float32)
         group_width = settings.heads // settings.o_groups * HEAD_DIM
-        self.wo_a = parameter(settings.o_groups // shards, settings.o_lora, group_width, dtype=dtype)
+        groups, mx = settings.o_groups // shards, choices.o_proj_format == "mxfp8"
+        self.dtype = dtype
+        self.wo_a = parameter(groups, settings.o_lora, group_width, dtype=torch.float8_e4m3fn if mx else dtype)
+        self.wo_scale = parameter(groups, settings.o_lora, dtype=torch.float32) if mx else None
         self.wo_b = RowParallelLinear(
             settings.o_groups * settings.o_lora,
             settings.hidden,
@@ -220,7 +224,15 @@ class Attention(nn.Module):
 
     def _store_wo_a(self, tensor: torch.Tensor) -> None:
         groups = tensor.view(self.settings.o_groups, *self.wo_a.shape[1:])
-        _rank_rows(copy_into(self.wo_a), self.wo_a.shape[0])(groups)
+        store = copy_into(self.wo_a) if self.wo_scale is None else self._store_mx
+        _rank_rows(store, self.wo_a.shape[0])(groups)
+
+    def _store_mx(self, groups: torch.Tensor) -> None:
+        """Quantise the weights, on the device that they are for and from the dtype that they would have there."""
+        elements, scale = quantise_wo_a(groups.to(self.wo_a.device, self.dtype).contiguous())
+        self.wo_a.data.copy_(elements)
+        assert self.wo_scale is not None
+        self.wo_scale.data.copy_(scale)
 
 
 def _rank_rows(store: Store, count: int) -> Store:
