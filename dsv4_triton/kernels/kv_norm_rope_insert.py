@@ -3,8 +3,9 @@
 Formula per token: `x = kv * rsqrt(mean(kv^2 over 512) + eps) * weight`, rounded to `kv`'s dtype; the last 64 features
 are rotated in fp32 and rounded again; with fake_quant the first 448 pass through the fp8 simulation (`_fake_quant`).
 The row goes to `slots[t] = block * R + offset` of the cache, as it is or as an fp8 record (`_rows`).
-Grid: persistent over runs of tokens. A run of consecutive positions and slots within one block (prefill) is one tile;
-otherwise, and for records, rows go one by one. UB: about `RUN * 512 * 33` bytes on A2 (bf16).
+Grid: vector cores, each with a contiguous share of the tokens. Where shares are long (prefill) they are walked in runs:
+up to RUN tokens of consecutive positions and slots within one block are one tile. Otherwise, and for records, rows go
+one by one. UB: about `RUN * 512 * 19` bytes on A2 (bf16), twice that for fake_quant.
 Source: kv path of the DeepSeek-V4 reference attention.
 """
 
@@ -15,138 +16,119 @@ import triton.language as tl
 from dsv4_triton.device import family_of
 from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor
 from dsv4_triton.kernels._fake_quant import fp8_sim64
-from dsv4_triton.kernels._rope import HALF, rotate
+from dsv4_triton.kernels._lang import extract_slice
+from dsv4_triton.kernels._rope import HALF, load_cos_sin, rotate
 from dsv4_triton.kernels._rows import HEAD_DIM, check_rows, is_record, record_views, store_record
 
 OP = "kv_norm_rope_insert"
 ROTARY = 64
-RUN = 8
+RUN = 16
+FAKE_QUANT_RUN = 8
 
 
 @triton.jit
-def _load_rows(ptr, ROWS: tl.constexpr, stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """fp32 `[ROWS, COLUMNS]` of rows `stride` apart, zero from column WIDTH on; one row is a plain `[COLUMNS]` vector.
-
-    Axes of size 1 are avoided here and below: the A5 compiler rejects masked copies of them.
-    """
-    column = tl.arange(0, COLUMNS)
-    if ROWS == 1:
-        return tl.load(ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    else:
-        row = tl.arange(0, ROWS)[:, None] * stride
-        return tl.load(ptr + row + column[None, :], mask=column[None, :] < WIDTH, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _store_rows(ptr, x, ROWS: tl.constexpr, STRIDE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    column = tl.arange(0, COLUMNS)
-    if ROWS == 1:
-        tl.store(ptr + column, x, mask=column < WIDTH)
-    else:
-        row = tl.arange(0, ROWS)[:, None] * STRIDE
-        tl.store(ptr + row + column[None, :], x, mask=column[None, :] < WIDTH)
-
-
-@triton.jit
-def _sum_of_squares(x, ROWS: tl.constexpr):
-    if ROWS == 1:
-        return tl.sum(x * x, axis=0)
-    else:
-        return tl.sum(x * x, axis=1)[:, None]
-
-
-@triton.jit
-def _times_weight(x, weight, ROWS: tl.constexpr):
-    if ROWS == 1:
-        return x * weight
-    else:
-        return x * weight[None, :]
-
-
-@triton.jit
-def _insert_rows(
-    kv_ptr, kv_stride, weight, weight_a, weight_b, cos_sin_ptr, cache_ptr, byte_ptr, token, position, target, eps,
-    ROWS: tl.constexpr, D: tl.constexpr, FAKE_QUANT: tl.constexpr, RECORD: tl.constexpr,
+def _insert_row(
+    kv_ptr, kv_stride, weight, cos_sin_ptr, cache_ptr, byte_ptr, token, position, target, eps,
+    D: tl.constexpr, FAKE_QUANT: tl.constexpr, RECORD: tl.constexpr,
 ):  # fmt: skip
-    """ROWS tokens from `token` on, at consecutive positions, to consecutive rows at offset `target` of the cache."""
+    """One token, to offset `target` of the cache."""
     PLAIN: tl.constexpr = D - 2 * HALF
     dtype = kv_ptr.dtype.element_ty
-    source = kv_ptr + tl.cast(token, tl.int64) * kv_stride
-    angle = cos_sin_ptr + tl.cast(position, tl.int64) * (2 * HALF)
-    x = _load_rows(source, ROWS, kv_stride, PLAIN, D)
-    a = _load_rows(source + PLAIN, ROWS, kv_stride, HALF, HALF)
-    b = _load_rows(source + PLAIN + HALF, ROWS, kv_stride, HALF, HALF)
-    cos = _load_rows(angle, ROWS, 2 * HALF, HALF, HALF)
-    sin = _load_rows(angle + HALF, ROWS, 2 * HALF, HALF, HALF)
-
-    total = _sum_of_squares(x, ROWS) + _sum_of_squares(a, ROWS) + _sum_of_squares(b, ROWS)
-    scale = tl.rsqrt(total * (1.0 / D) + eps)
-    x = _times_weight(x * scale, weight, ROWS).to(dtype)
-    a = _times_weight(a * scale, weight_a, ROWS).to(dtype).to(tl.float32)
-    b = _times_weight(b * scale, weight_b, ROWS).to(dtype).to(tl.float32)
+    column = tl.arange(0, D)
+    lane = tl.arange(0, HALF)
+    cos, sin = load_cos_sin(cos_sin_ptr, position, False)
+    x = tl.load(kv_ptr + tl.cast(token, tl.int64) * kv_stride + column).to(tl.float32)
+    x = (x * tl.rsqrt(tl.sum(x * x, axis=0) * (1.0 / D) + eps) * weight).to(dtype)
+    a = extract_slice(x, (PLAIN,), (HALF,), (1,)).to(tl.float32)
+    b = extract_slice(x, (PLAIN + HALF,), (HALF,), (1,)).to(tl.float32)
     a, b = rotate(a, b, cos, sin)
     if RECORD:
         store_record(cache_ptr, byte_ptr, target, tl.reshape(x.to(tl.float32), (D // 64, 64)), a, b)
     else:
         if FAKE_QUANT:
-            blocks = tl.reshape(x.to(tl.float32), (ROWS * D // 64, 64))
-            x = tl.reshape(fp8_sim64(blocks), x.shape).to(dtype)
+            x = tl.reshape(fp8_sim64(tl.reshape(x.to(tl.float32), (D // 64, 64))), (D,)).to(dtype)
         row = cache_ptr + target
-        _store_rows(row, x, ROWS, D, PLAIN, D)
-        _store_rows(row + PLAIN, a.to(dtype), ROWS, D, HALF, HALF)
-        _store_rows(row + PLAIN + HALF, b.to(dtype), ROWS, D, HALF, HALF)
+        tl.store(row + column, x, mask=column < PLAIN)
+        tl.store(row + PLAIN + lane, a.to(dtype))
+        tl.store(row + PLAIN + HALF + lane, b.to(dtype))
 
 
 @triton.jit
-def load_weight(weight_ptr, D: tl.constexpr):
-    """The norm's weight in fp32: all of it, and the two rotated halves."""
+def _insert_tile(
+    kv_ptr, kv_stride, weight, cos_sin_ptr, cache_ptr, token, position, target, count, eps,
+    ROWS: tl.constexpr, D: tl.constexpr, FAKE_QUANT: tl.constexpr,
+):  # fmt: skip
+    """`count` up to ROWS tokens at consecutive positions, to consecutive rows from offset `target` of the cache on."""
     PLAIN: tl.constexpr = D - 2 * HALF
-    lane = tl.arange(0, HALF)
-    weight = tl.load(weight_ptr + tl.arange(0, D)).to(tl.float32)
-    weight_a = tl.load(weight_ptr + PLAIN + lane).to(tl.float32)
-    weight_b = tl.load(weight_ptr + PLAIN + HALF + lane).to(tl.float32)
-    return weight, weight_a, weight_b
+    dtype = kv_ptr.dtype.element_ty
+    row = tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, D)[None, :]
+    lane = tl.arange(0, HALF)[None, :]
+    live = row < count
+    angle = cos_sin_ptr + position.to(tl.int64) * (2 * HALF) + row * (2 * HALF) + lane
+    cos = tl.load(angle, mask=live, other=0.0)
+    sin = tl.load(angle + HALF, mask=live, other=0.0)
+    source = kv_ptr + tl.cast(token, tl.int64) * kv_stride
+    x = tl.load(source + row * kv_stride + column, mask=live, other=0.0).to(tl.float32)
+    x = (x * tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / D) + eps)[:, None] * weight[None, :]).to(dtype)
+    a = extract_slice(x, (0, PLAIN), (ROWS, HALF), (1, 1)).to(tl.float32)
+    b = extract_slice(x, (0, PLAIN + HALF), (ROWS, HALF), (1, 1)).to(tl.float32)
+    a, b = rotate(a, b, cos, sin)
+    if FAKE_QUANT:
+        x = tl.reshape(fp8_sim64(tl.reshape(x.to(tl.float32), (ROWS * D // 64, 64))), (ROWS, D)).to(dtype)
+    at = cache_ptr + target + row * D
+    tl.store(at + column, x, mask=live & (column < PLAIN))
+    tl.store(at + PLAIN + lane, a.to(dtype), mask=live)
+    tl.store(at + PLAIN + HALF + lane, b.to(dtype), mask=live)
 
 
 @triton.jit
-def insert_run(
-    kv_ptr, kv_stride, weight, weight_a, weight_b, positions_ptr, cos_sin_ptr, cache_ptr, byte_ptr, slots_ptr,
-    start, T, block_stride, eps,
+def _run_from(slots_ptr, positions_ptr, token, end, slot, position, R: tl.constexpr, RUN: tl.constexpr):
+    """Tokens from `token` on, at most RUN and before `end`, that have consecutive positions and slots in one block."""
+    row = tl.arange(0, RUN)
+    limit = tl.minimum(tl.minimum(end - token, RUN), R - slot % R)
+    slots = tl.load(slots_ptr + token + row, mask=row < limit, other=0)
+    positions = tl.load(positions_ptr + token + row, mask=row < limit, other=0)
+    drift = tl.abs((slots - row - slot).to(tl.float32)) + tl.abs((positions - row - position).to(tl.float32))
+    return tl.minimum(limit, tl.min(tl.where(drift == 0.0, RUN * 1.0, row.to(tl.float32)), axis=0).to(tl.int32))
+
+
+@triton.jit
+def insert_tokens(
+    kv_ptr, kv_stride, weight_ptr, positions_ptr, cos_sin_ptr, cache_ptr, byte_ptr, slots_ptr,
+    start, end, block_stride, eps,
     R: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, FAKE_QUANT: tl.constexpr, RECORD: tl.constexpr,
     RUN: tl.constexpr,
 ):  # fmt: skip
-    """Insert the up to RUN tokens from `start` on.
+    """Insert the tokens from `start` to before `end`, in runs of up to RUN.
 
     `block_stride` and ROW, the width of a row, are in cache elements, or in bytes for records.
     """
-    whole = 0
-    if RUN > 1:
-        if start + RUN <= T:
-            slot = tl.load(slots_ptr + start)
-            position = tl.load(positions_ptr + start)
-            row = tl.arange(0, RUN)
-            slot_drift = tl.load(slots_ptr + start + row) - row - slot
-            position_drift = tl.load(positions_ptr + start + row) - row - position
-            drift = tl.max(tl.abs(slot_drift.to(tl.float32)) + tl.abs(position_drift.to(tl.float32)), axis=0)
-            if (drift == 0) & (slot >= 0) & (position >= 0) & (slot % R + RUN <= R):
-                whole = 1
-    if whole == 1:
-        slot = tl.load(slots_ptr + start)
-        target = tl.cast(slot // R, tl.int64) * block_stride + slot % R * ROW
-        _insert_rows(
-            kv_ptr, kv_stride, weight, weight_a, weight_b, cos_sin_ptr, cache_ptr, byte_ptr,
-            start, tl.load(positions_ptr + start), target, eps, RUN, D, FAKE_QUANT, RECORD,
-        )  # fmt: skip
-    else:
-        for token in range(start, tl.minimum(start + RUN, T)):
+    weight = tl.load(weight_ptr + tl.arange(0, D)).to(tl.float32)
+    if RUN == 1:
+        for token in range(start, end):
             slot = tl.load(slots_ptr + token)
             position = tl.load(positions_ptr + token)
             if (slot >= 0) & (position >= 0):
                 target = tl.cast(slot // R, tl.int64) * block_stride + slot % R * ROW
-                _insert_rows(
-                    kv_ptr, kv_stride, weight, weight_a, weight_b, cos_sin_ptr, cache_ptr, byte_ptr,
-                    token, position, target, eps, 1, D, FAKE_QUANT, RECORD,
+                _insert_row(
+                    kv_ptr, kv_stride, weight, cos_sin_ptr, cache_ptr, byte_ptr, token, position, target, eps,
+                    D, FAKE_QUANT, RECORD,
                 )  # fmt: skip
+    else:
+        token = start
+        while token < end:
+            slot = tl.load(slots_ptr + token)
+            position = tl.load(positions_ptr + token)
+            count = 1
+            if (slot >= 0) & (position >= 0):
+                count = _run_from(slots_ptr, positions_ptr, token, end, slot, position, R, RUN)
+                target = tl.cast(slot // R, tl.int64) * block_stride + slot % R * ROW
+                _insert_tile(
+                    kv_ptr, kv_stride, weight, cos_sin_ptr, cache_ptr, token, position, target, count, eps,
+                    RUN, D, FAKE_QUANT,
+                )  # fmt: skip
+            token += count
 
 
 @triton.jit(do_not_specialize=["T", "block_stride"])
@@ -155,17 +137,18 @@ def _kv_norm_rope_insert_kernel(
     R: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, FAKE_QUANT: tl.constexpr, RECORD: tl.constexpr,
     RUN: tl.constexpr,
 ):  # fmt: skip
-    weight, weight_a, weight_b = load_weight(weight_ptr, D)
-    for start in range(tl.program_id(0) * RUN, T, tl.num_programs(0) * RUN):
-        insert_run(
-            kv_ptr, kv_stride, weight, weight_a, weight_b, positions_ptr, cos_sin_ptr, cache_ptr, byte_ptr, slots_ptr,
-            start, T, block_stride, eps, R, D, ROW, FAKE_QUANT, RECORD, RUN,
-        )  # fmt: skip
+    share = tl.cdiv(T, tl.num_programs(0))
+    start = tl.program_id(0) * share
+    insert_tokens(
+        kv_ptr, kv_stride, weight_ptr, positions_ptr, cos_sin_ptr, cache_ptr, byte_ptr, slots_ptr,
+        start, tl.minimum(start + share, T), block_stride, eps, R, D, ROW, FAKE_QUANT, RECORD, RUN,
+    )  # fmt: skip
 
 
-def run_length(tokens: int, cores: int, record: bool) -> int:
-    """Tokens that one program takes at a time: more than one where every core gets a whole run."""
-    return RUN if tokens >= RUN * cores and not record else 1
+def run_length(tokens: int, cores: int, fake_quant: bool, record: bool) -> int:
+    """Tokens of a tile: more than one where every core gets a whole tile."""
+    run = FAKE_QUANT_RUN if fake_quant else RUN
+    return run if tokens >= run * cores and not record else 1
 
 
 def kv_norm_rope_insert(
@@ -197,10 +180,9 @@ def kv_norm_rope_insert(
     check_filled(OP, cos_sin=cos_sin, cache=cache)
     cores = family_of(kv.device.type).vector_cores
     record = is_record(cache)
-    run = run_length(tokens, cores, record)
     values, as_bytes = record_views(cache)
-    grid = (min(triton.cdiv(tokens, run), cores),)
-    _kv_norm_rope_insert_kernel[grid](
+    _kv_norm_rope_insert_kernel[(min(tokens, cores),)](
         kv, weight, positions, cos_sin, values, as_bytes, slots, tokens, kv.stride(0), cache.stride(0), eps,
-        R=cache.shape[1], D=HEAD_DIM, ROW=cache.shape[2], FAKE_QUANT=fake_quant, RECORD=record, RUN=run,
+        R=cache.shape[1], D=HEAD_DIM, ROW=cache.shape[2], FAKE_QUANT=fake_quant, RECORD=record,
+        RUN=run_length(tokens, cores, fake_quant, record),
     )  # fmt: skip

@@ -4,9 +4,10 @@
     kv       as `kv_norm_rope_insert`                                                       -> window cache
     proj     as `compressor_state_insert`: the main compressor, then the indexer's          -> state caches
 
-Each of the two to four jobs is done for every run of tokens, and (job, run) is one item of a persistent loop over the
-vector cores, so that few tokens spread over several cores and many are balanced. All inputs may be slices of wider
-rows. Dtypes, rounding and what is skipped: see the two ops. UB: that of `kv_norm_rope_insert`.
+Each of the two to four jobs is done for every share of the tokens, and (job, share) is one item of a persistent loop
+over the vector cores: with few tokens a share is one of them and the jobs spread over the cores, with many it is what
+one core takes of each job. All inputs may be slices of wider rows. Dtypes, rounding and what is skipped: see the two
+ops. UB: that of `kv_norm_rope_insert`.
 Source: prologue of the DeepSeek-V4 reference attention.
 """
 
@@ -23,9 +24,12 @@ from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor, outp
 from dsv4_triton.kernels._rows import HEAD_DIM, check_rows, is_record, record_views
 from dsv4_triton.kernels._tiling import next_power_of_2
 from dsv4_triton.kernels.compressor_state_insert import insert_state_row
-from dsv4_triton.kernels.kv_norm_rope_insert import ROTARY, insert_run, load_weight, run_length
+from dsv4_triton.kernels.kv_norm_rope_insert import ROTARY, insert_tokens, run_length
 
 OP = "latent_norm_insert"
+_NORM_TILE = 4096
+_LONG_SHARE = 8
+"""Latent features that are normed at once, of several tokens where a share has at least so many."""
 
 
 class _Rows(NamedTuple):
@@ -60,13 +64,27 @@ def _rows(prefix: str, *arguments: torch.Tensor | None) -> _Rows | None:
 
 
 @triton.jit
-def _norm_row(source, weight_ptr, target, eps, Q: tl.constexpr, QB: tl.constexpr):
-    """RMS norm of the Q values at `source` to `target`."""
+def _norm_rows(
+    x_ptr, x_stride, weight_ptr, out_ptr, start, end, eps, ROWS: tl.constexpr, Q: tl.constexpr, QB: tl.constexpr
+):
+    """RMS norm of the rows from `start` to before `end`, ROWS at a time."""
     column = tl.arange(0, QB)
-    x = tl.load(source + column, mask=column < Q, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, axis=0) * (1.0 / Q) + eps)
     weight = tl.load(weight_ptr + column, mask=column < Q, other=0.0).to(tl.float32)
-    tl.store(target + column, (x * scale * weight).to(target.dtype.element_ty), mask=column < Q)
+    if ROWS == 1:
+        for token in range(start, end):
+            row = tl.cast(token, tl.int64)
+            x = tl.load(x_ptr + row * x_stride + column, mask=column < Q, other=0.0).to(tl.float32)
+            scale = tl.rsqrt(tl.sum(x * x, axis=0) * (1.0 / Q) + eps)
+            tl.store(out_ptr + row * Q + column, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=column < Q)
+    else:
+        row = tl.arange(0, ROWS)[:, None]
+        for first in range(start, end, ROWS):
+            live = (row < end - first) & (column < Q)[None, :]
+            source = x_ptr + tl.cast(first, tl.int64) * x_stride
+            x = tl.load(source + row * x_stride + column[None, :], mask=live, other=0.0).to(tl.float32)
+            scale = tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / Q) + eps)[:, None]
+            target = out_ptr + tl.cast(first, tl.int64) * Q + row * Q + column[None, :]
+            tl.store(target, (x * scale * weight[None, :]).to(out_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -82,33 +100,31 @@ def _insert_states(
             insert_state_row(source, ape_ptr, position, state_ptr, slot, block_stride, ROWS, RATIO, WIDTH)
 
 
-@triton.jit(do_not_specialize=["T", "block_stride", "state_stride", "index_state_stride"])
+@triton.jit(do_not_specialize=["T", "share", "block_stride", "state_stride", "index_state_stride"])
 def _latent_norm_insert_kernel(
     latent_ptr, latent_weight_ptr, out_ptr, kv_ptr, kv_weight_ptr, positions_ptr, cos_sin_ptr, cache_ptr, byte_ptr,
     slots_ptr, proj_ptr, ape_ptr, state_ptr, state_slots_ptr,
     index_proj_ptr, index_ape_ptr, index_state_ptr, index_slots_ptr,
-    T, latent_stride, kv_stride, block_stride, proj_stride, state_stride, index_proj_stride, index_state_stride, eps,
-    Q: tl.constexpr, QB: tl.constexpr, R: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr,
+    T, share, latent_stride, kv_stride, block_stride, proj_stride, state_stride, index_proj_stride, index_state_stride,
+    eps,
+    Q: tl.constexpr, QB: tl.constexpr, NORM_ROWS: tl.constexpr, R: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr,
     FAKE_QUANT: tl.constexpr, RECORD: tl.constexpr, RUN: tl.constexpr, STATES: tl.constexpr,
     STATE_ROWS: tl.constexpr, RATIO: tl.constexpr, WIDTH: tl.constexpr,
     INDEX_ROWS: tl.constexpr, INDEX_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Item i is job i // runs, for run i % runs: 0 kv, 1 latent, then STATES compressors."""
-    runs = tl.cdiv(T, RUN)
-    for item in range(tl.program_id(0), runs * (2 + STATES), tl.num_programs(0)):
-        job = item // runs
-        start = item % runs * RUN
-        end = tl.minimum(start + RUN, T)
+    """Item i is job i // shares for tokens (i % shares) * share on: 0 kv, 1 latent, then STATES compressors."""
+    shares = tl.cdiv(T, share)
+    for item in range(tl.program_id(0), shares * (2 + STATES), tl.num_programs(0)):
+        job = item // shares
+        start = item % shares * share
+        end = tl.minimum(start + share, T)
         if job == 0:
-            weight, weight_a, weight_b = load_weight(kv_weight_ptr, D)
-            insert_run(
-                kv_ptr, kv_stride, weight, weight_a, weight_b, positions_ptr, cos_sin_ptr, cache_ptr, byte_ptr,
-                slots_ptr, start, T, block_stride, eps, R, D, ROW, FAKE_QUANT, RECORD, RUN,
+            insert_tokens(
+                kv_ptr, kv_stride, kv_weight_ptr, positions_ptr, cos_sin_ptr, cache_ptr, byte_ptr, slots_ptr,
+                start, end, block_stride, eps, R, D, ROW, FAKE_QUANT, RECORD, RUN,
             )  # fmt: skip
         if job == 1:
-            for token in range(start, end):
-                row = tl.cast(token, tl.int64)
-                _norm_row(latent_ptr + row * latent_stride, latent_weight_ptr, out_ptr + row * Q, eps, Q, QB)
+            _norm_rows(latent_ptr, latent_stride, latent_weight_ptr, out_ptr, start, end, eps, NORM_ROWS, Q, QB)
         if STATES > 0:
             if job == 2:
                 _insert_states(
@@ -177,17 +193,19 @@ def latent_norm_insert(
     check_filled(OP, cos_sin=cos_sin, cache=cache)
     cores = family_of(device.type).vector_cores
     record = is_record(cache)
-    run = run_length(tokens, cores, record)
+    share = triton.cdiv(tokens, cores)
+    run = run_length(tokens, cores, fake_quant, record)
+    padded = next_power_of_2(width)
     values, as_bytes = record_views(cache)
     states = (main is not None) + (index is not None)
     unused = _Rows(latent, latent, latent[None], slots)
     main, index = main or unused, index or unused
-    _latent_norm_insert_kernel[(min(triton.cdiv(tokens, run) * (2 + states), cores),)](
+    _latent_norm_insert_kernel[(min(triton.cdiv(tokens, share) * (2 + states), cores),)](
         latent, latent_weight, out, kv, kv_weight, positions, cos_sin, values, as_bytes, slots, *main, *index,
-        tokens, latent.stride(0), kv.stride(0), cache.stride(0),
+        tokens, share, latent.stride(0), kv.stride(0), cache.stride(0),
         main.proj.stride(0), main.state.stride(0), index.proj.stride(0), index.state.stride(0), eps,
-        Q=width, QB=next_power_of_2(width), R=cache.shape[1], D=HEAD_DIM, ROW=cache.shape[2],
-        FAKE_QUANT=fake_quant, RECORD=record, RUN=run, STATES=states,
+        Q=width, QB=padded, NORM_ROWS=max(1, _NORM_TILE // padded) if share >= _LONG_SHARE else 1,
+        R=cache.shape[1], D=HEAD_DIM, ROW=cache.shape[2], FAKE_QUANT=fake_quant, RECORD=record, RUN=run, STATES=states,
         STATE_ROWS=main.state.shape[1], RATIO=main.ape.shape[0], WIDTH=main.ape.shape[1],
         INDEX_ROWS=index.state.shape[1], INDEX_WIDTH=index.ape.shape[1],
     )  # fmt: skip
