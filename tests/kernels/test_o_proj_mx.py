@@ -148,6 +148,9 @@ def test_operands_are_quantised_as_the_reference_says():
     tokens, width = 5, 512
     o, _, positions, cos_sin = problem(tokens, 2, 2, 64, torch.float32)
     positions[1], o[1] = 7, 1.0
+    positions[2:4] = 0  # no rotation: the row's largest value stays in one half of the rotated features
+    o[2, :, 448:480] *= 256
+    o[3, :, 480:] *= 256
     cos_sin = table(positions)
     chosen = torch.arange(0, 512, 8)  # of each head, the last of them rotated
     wo_a = torch.zeros(2, 64, width)
