@@ -15,6 +15,8 @@ from dsv4_triton.backend.geometry import Pages
 logger = logging.getLogger(f"vllm.{__name__}")
 
 API_SERVER = "vllm.entrypoints.openai.api_server"
+TRANSFORMERS_IMPLEMENTATION = "TransformersMoEForCausalLM"
+"""Under what name `--model-impl transformers` runs a text model with experts."""
 ENDLESS = 1 << 30
 """A window, in tokens, longer than any request."""
 
@@ -127,21 +129,27 @@ def _extending(build: Callable[..., Any], architecture: str, extension: str) -> 
 def check_first(architecture: str, check: str) -> None:
     """Call `check` ("module:function") with the VllmConfig of a model of `architecture` before vLLM checks it itself.
 
-    vLLM's per-architecture hook, which its own entry for the architecture keeps too.
+    vLLM's hook for an architecture, which its own entry for the architecture keeps too. vLLM looks it up under the name
+    of the implementation, so that a model which is to be run by another one is checked as well.
     """
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 
-    upstream = MODELS_CONFIG_MAP.get(architecture, VerifyAndUpdateConfig)
-    if hasattr(upstream, "_dsv4_triton_check"):
-        return
+    def add(name: str) -> None:
+        upstream = MODELS_CONFIG_MAP.get(name, VerifyAndUpdateConfig)
+        if hasattr(upstream, "_dsv4_triton_check"):
+            return
 
-    class Checked(upstream):  # type: ignore[misc, valid-type]
-        _dsv4_triton_check = check
+        class Checked(upstream):  # type: ignore[misc, valid-type]
+            _dsv4_triton_check = check
 
-        @staticmethod
-        def verify_and_update_config(vllm_config: Any) -> None:
-            module, function = check.split(":")
-            getattr(import_module(module), function)(vllm_config)
-            upstream.verify_and_update_config(vllm_config)
+            @staticmethod
+            def verify_and_update_config(vllm_config: Any) -> None:
+                if architecture in (name, *(vllm_config.model_config.architectures or ())):
+                    module, function = check.split(":")
+                    getattr(import_module(module), function)(vllm_config)
+                upstream.verify_and_update_config(vllm_config)
 
-    MODELS_CONFIG_MAP[architecture] = Checked
+        MODELS_CONFIG_MAP[name] = Checked
+
+    add(architecture)
+    add(TRANSFORMERS_IMPLEMENTATION)

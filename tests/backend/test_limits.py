@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from dsv4_triton.backend.compat import TRANSFORMERS_IMPLEMENTATION
 from dsv4_triton.backend.limits import LIMITS, Limit
+from dsv4_triton.backend.plugin import ARCHITECTURE, register
 from dsv4_triton.config import ConfigError
 from dsv4_triton.demo.checkpoint import DemoSettings, model_config, write_checkpoint
 
@@ -76,6 +78,7 @@ def test_limits_are_where_vllm_keeps_the_options(tmp_path: Path) -> None:
         for step in path:
             part = getattr(part, step)
         assert hasattr(part, name), limit.field
+    assert config.model_config._get_transformers_backend_cls() == TRANSFORMERS_IMPLEMENTATION
 
 
 def engine_config(folder: Path, config: dict[str, Any], arguments: dict[str, Any]) -> Any:
@@ -114,3 +117,17 @@ FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128,
 def test_our_message_comes_first(tmp_path: Path, config: dict[str, Any], arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         engine_config(tmp_path, config, arguments)
+
+
+def test_another_implementation_of_this_model_is_refused_and_of_other_models_is_not() -> None:
+    """What `--model-impl transformers` comes to, without the half minute in which vLLM inspects that implementation."""
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    register()
+    check = MODELS_CONFIG_MAP[TRANSFORMERS_IMPLEMENTATION].verify_and_update_config
+    asked = {"dtype": torch.bfloat16, "runner_type": "generate", "model_impl": "transformers"}
+    load = SimpleNamespace(load_format="auto")
+    ours = SimpleNamespace(architectures=[ARCHITECTURE], quantization=None, **asked)
+    with pytest.raises(ConfigError, match="--model-impl is transformers: "):
+        check(SimpleNamespace(model_config=ours, load_config=load))
+    check(SimpleNamespace(model_config=SimpleNamespace(architectures=["OtherForCausalLM"], **asked), load_config=load))

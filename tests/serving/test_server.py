@@ -118,11 +118,11 @@ def logprobs_of(choice: Any) -> list[tuple[str, float]]:
 
 def test_concurrent_requests_equal_their_solo_runs(server: Server, client: openai.OpenAI) -> None:
     prompts = [prompt(i, 3 + 11 * i % 180) for i in range(32)]
-    solo = [complete(client, text, salt="solo") for text in prompts]
+    solo = [complete(client, text, 8, salt="solo") for text in prompts]
     assert len({tuple(tokens) for tokens, _ in solo}) > 24, "the answers differ, so that a mix-up shows"
     peak = 0.0
     with ThreadPoolExecutor(32) as pool:
-        jobs = [pool.submit(complete, client, text, salt="together") for text in prompts]
+        jobs = [pool.submit(complete, client, text, 8, salt="together") for text in prompts]
         while not all(job.done() for job in jobs):
             peak = max(peak, metric(server, "num_requests_running"))
         together = [job.result() for job in jobs]
@@ -143,14 +143,14 @@ def test_repeated_prompt_hits_the_prefix_cache(client: openai.OpenAI) -> None:
 
 def test_abort_in_the_middle_disturbs_nobody(server: Server, client: openai.OpenAI) -> None:
     others = [prompt(40 + i, 60 + i) for i in range(6)]
-    solo = [complete(client, text, 32, salt="solo") for text in others]
+    solo = [complete(client, text, 16, salt="solo") for text in others]
     with ThreadPoolExecutor(len(others)) as pool:
         doomed = client.completions.create(
             model=NAME, prompt=prompt(50, 90), max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
         )
         for _, _chunk in zip(range(3), doomed, strict=False):
             pass
-        running = [pool.submit(complete, client, text, 32, salt="disturbed") for text in others]
+        running = [pool.submit(complete, client, text, 16, salt="disturbed") for text in others]
         time.sleep(0.2)
         assert metric(server, "num_requests_running") >= 1
         doomed.close()
