@@ -71,11 +71,12 @@ def compile_cases(
     cases: Sequence[Case], family: Family, *, jobs: int | None = None, seconds: float | None = None,
     progress: Progress | None = None,
 ) -> list[Compiled]:  # fmt: skip
-    """Record and compile cases; each launch of each case, in order. Equal specialisations are compiled once.
+    """Record and compile the cases that `family` has, each launch in order. Equal specialisations are compiled once.
 
     `progress(done, total, what)` is called while it works, first over the cases, then over the compiles.
     """
     recorded: list[tuple[Case, Launch | None, frozenset[str], str]] = []
+    cases = [case for case in cases if case.runs_on(family)]
     for number, case in enumerate(cases):
         if progress is not None:
             progress(number, len(cases), f"recording {case}")

@@ -27,6 +27,8 @@ ANGLES = ROPE_DIM * 4
 GATHER_BLOCK = 32
 _ROUNDED_TWICE = Tolerance(2**-6, 2**-9, "512 squares in another order may move a value across two roundings to bf16")
 _ONE_E4M3_STEP = Tolerance(0.13, 2**-6, "where a rounding to bf16 goes the other way, e4m3 may too: one step of it")
+_O = Tolerance(2**-7, 2e-3, "fp32 sums of 4,096 terms in another order, one rounding of o and one of z to bf16")
+_MX_O = Tolerance(2**-7, 1e-2, "where a rounding of o to bf16 goes the other way, its e4m3 may too: a step of 2^-3")
 _ATTENTION = Tolerance(2**-7, 2**-7, "one step of bf16, and P in bf16: 2^-9 of a convex combination of rows of size 4")
 
 
@@ -304,14 +306,20 @@ def _minimum_gather(job: Job) -> Minimum:
     return Minimum(summed * (job.layout.window.row_bytes + HEAD_DIM * 2 + 4))
 
 
+def _o_shapes(model: Model) -> list[Shape]:
+    """With operands in bf16, and with `mxfp8` ones where there is fp8."""
+    return [*_tokens(model), *(Shape(step, "mxfp8", fp8=True) for step in by_tokens(model))]
+
+
 def _build_o(job: Job, make: Maker) -> dict[str, Any]:
     m = job.model
     width = m.heads // m.o_groups * HEAD_DIM
-    return {
-        "o": make.data(job.tokens, m.heads, HEAD_DIM),
-        "wo_a": make.data(m.o_groups, m.o_lora, width, std=width**-0.5),
-        **_positions(job, make),
-    }
+    weights = (m.o_groups, m.o_lora, width)
+    arguments = {"o": make.data(job.tokens, m.heads, HEAD_DIM), **_positions(job, make)}
+    if job.variant == "mxfp8":
+        elements = make.data(*weights, dtype=torch.float8_e4m3fn, std=64.0)
+        return arguments | {"wo_a": elements, "wo_scale": make.to(torch.full(weights[:2], width**-0.5 / 64))}
+    return arguments | {"wo_a": make.data(*weights, std=width**-0.5)}
 
 
 def _projected(inputs: Inputs, returned: Any) -> dict[str, torch.Tensor]:
@@ -323,8 +331,15 @@ def _minimum_o(job: Job) -> Minimum:
     """Heads in, weights once, the low-rank result out."""
     m = job.model
     weights = m.o_groups * m.o_lora * (m.heads // m.o_groups * HEAD_DIM)
-    size = _heads(job) + weights * 2 + job.tokens * (m.o_groups * m.o_lora * 2 + ANGLES)
-    return Minimum(size, job.tokens * weights, BF16)
+    stored, operands = 2 * weights, BF16
+    if job.variant == "mxfp8":
+        stored, operands = weights + 4 * m.o_groups * m.o_lora, torch.float8_e4m3fn
+    size = _heads(job) + stored + job.tokens * (m.o_groups * m.o_lora * 2 + ANGLES)
+    return Minimum(size, job.tokens * weights, operands)
+
+
+def _o_tolerance(job: Job) -> Tolerance:
+    return _MX_O if job.variant == "mxfp8" else _O
 
 
 ENTRIES = (
@@ -361,10 +376,10 @@ ENTRIES = (
     Entry("gather_rows", _gather_shapes, _build_gather, _minimum_gather, BF16_ROUNDING, outcome=_gathered),
     Entry(
         "o_proj",
-        _tokens,
+        _o_shapes,
         _build_o,
         _minimum_o,
-        Tolerance(2**-7, 2e-3, "fp32 sums of 4,096 terms in another order, one rounding of o and one of z to bf16"),
+        _o_tolerance,
         written=("o",),
         outcome=_projected,
         baselines=("npu_transpose_batchmatmul",),

@@ -23,11 +23,13 @@ EAGER = "eager"
 
 
 class Shape(NamedTuple):
-    """A step, and where an op has several the kind of layer or of call; `geometry` is that of the caches."""
+    """A step, and where an op has several the kind of layer or of call; `geometry` is that of the caches, and `fp8`
+    says that there is no such call on a family without fp8."""
 
     step: Step
     variant: str = ""
     geometry: Geometry = "fine"
+    fp8: bool = False
 
 
 def of_each_geometry(shapes: list[Shape]) -> list[Shape]:
@@ -172,6 +174,10 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.op} {self.name}"
+
+    def runs_on(self, family: Family) -> bool:
+        """Whether `family` has what the case is about; its `build` is only for such families."""
+        return family.fp8 or not self.shape.fp8
 
     def job(self, family: Family) -> Job:
         return Job(self.of.settings, self.shape, family)
