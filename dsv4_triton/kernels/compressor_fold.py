@@ -49,7 +49,7 @@ def _fold_window(
     DIM: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The softmax-weighted sum [DIM] fp32 of the window that closes at `position`."""
+    """The softmax-weighted sum [DIM] fp32 of the window that closes at `position`, online over chunks."""
     WIDTH: tl.constexpr = OVERLAP * DIM
     PER_WINDOW: tl.constexpr = RATIO // CHUNK
     start = position - (OVERLAP * RATIO - 1)
@@ -75,6 +75,41 @@ def _fold_window(
 
 
 @triton.jit
+def _load_half(
+    state_ptr, table_ptr, row, block_stride, exists, ROWS: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr,
+    HALF: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Logits and values [COUNT, DIM] of half HALF of the rows from `row` on, which are in one block; -inf and 0 unless
+    `exists`."""
+    block = tl.maximum(tl.load(table_ptr + tl.maximum(row, 0) // ROWS), 0)
+    step = tl.arange(0, COUNT)[:, None]
+    live = step < tl.where(exists, COUNT, 0)
+    source = state_ptr + block.to(tl.int64) * block_stride + (tl.maximum(row, 0) % ROWS) * (2 * WIDTH) + HALF * DIM
+    cell = step * (2 * WIDTH) + tl.arange(0, DIM)[None, :]
+    logits = tl.load(source + WIDTH + cell, mask=live, other=float("-inf"))
+    return logits, tl.load(source + cell, mask=live, other=0.0)
+
+
+@triton.jit
+def _fold_pair(
+    state_ptr, table_ptr, position, block_stride, ROWS: tl.constexpr, RATIO: tl.constexpr, DIM: tl.constexpr
+):
+    """As `_fold_window` with overlap, for halves that are whole chunks: both are added before rows are."""
+    start = position - (2 * RATIO - 1)
+    logits_a, values_a = _load_half(
+        state_ptr, table_ptr, start, block_stride, start >= 0, ROWS, RATIO, 2 * DIM, 0, DIM
+    )  # fmt: skip
+    logits_b, values_b = _load_half(
+        state_ptr, table_ptr, start + RATIO, block_stride, True, ROWS, RATIO, 2 * DIM, 1, DIM
+    )  # fmt: skip
+    peak = tl.max(tl.maximum(logits_a, logits_b, propagate_nan=tl.PropagateNan.ALL), axis=0)[None, :]
+    share_a = tl.exp(logits_a - peak)
+    share_b = tl.exp(logits_b - peak)
+    total = tl.sum(share_a + share_b, axis=0)
+    return tl.sum(share_a * values_a + share_b * values_b, axis=0) / total
+
+
+@triton.jit
 def fold_entry(
     state_ptr, table_ptr, position, block_stride, weight, cos_sin_ptr, eps, dtype: tl.constexpr,
     ROWS: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr,
@@ -82,7 +117,10 @@ def fold_entry(
     """The entry of the window that closes at `position`: (normed features [DIM / 64, 64] rounded to `dtype`, of which
     the last group is not rotated, and the rotated halves of that group [1, 32] twice); all fp32."""
     GROUPS: tl.constexpr = DIM // 64
-    entry = _fold_window(state_ptr, table_ptr, position, block_stride, ROWS, RATIO, OVERLAP, DIM, CHUNK)
+    if OVERLAP == 2 and CHUNK == RATIO:
+        entry = _fold_pair(state_ptr, table_ptr, position, block_stride, ROWS, RATIO, DIM)
+    else:
+        entry = _fold_window(state_ptr, table_ptr, position, block_stride, ROWS, RATIO, OVERLAP, DIM, CHUNK)
     entry = entry.to(dtype).to(tl.float32)
     scale = tl.rsqrt(tl.sum(entry * entry, axis=0) * (1.0 / DIM) + eps)
     groups = tl.reshape((entry * scale * weight).to(dtype).to(tl.float32), (GROUPS, 64))

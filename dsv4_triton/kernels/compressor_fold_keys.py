@@ -4,9 +4,10 @@
     indexer   as `compressor_fold` with ratio 4 and d = 128, in the activations' dtype, then as `indexer_insert_k`:
               y = 128^-0.5 * e H, rounded, quantised                              -> row key_slots[t] of the key cache
 
-Both compressors are items of one list, all main ones first, of which every program takes a contiguous part: closing
-tokens are every fourth one, so a strided walk would leave most programs without work. Keys never leave the core
-between fold and insert. Grid: one program per vector core at most. UB bytes: those of `compressor_fold` for d = 512,
+The tokens are cut into contiguous shares: closing tokens are every fourth one, so a strided walk would leave most
+programs without work. The main windows of a share are one item and its keys another, all main ones first; with few
+tokens a core has one item, with many one of each kind, which cost differently. Keys never leave the core between fold
+and insert. Grid: one program per vector core at most. UB bytes: those of `compressor_fold` for d = 512,
 and 128 * 128 * 4 for the matrix. Families: all. Source: docs/model.md, sections 5, 6 and 8.
 """
 
@@ -26,21 +27,23 @@ from dsv4_triton.kernels.indexer_insert_k import store_key
 OP = "compressor_fold_keys"
 RATIO = 4
 KEY_DIM = 128
+_MANY = 8
+"""Tokens a core from which on it takes main windows and keys of one share."""
 
 
-@triton.jit(do_not_specialize=["tokens", "table_stride", "key_table_stride"])
+@triton.jit(do_not_specialize=["tokens", "share", "table_stride", "key_table_stride"])
 def _compressor_fold_keys_kernel(
     state_ptr, table_ptr, slots_ptr, weight_ptr, result_ptr, byte_ptr,
     key_state_ptr, key_table_ptr, key_slots_ptr, key_weight_ptr, hadamard_ptr, keys_ptr, scales_ptr,
     token_req_ptr, positions_ptr, cos_sin_ptr,
-    tokens, table_stride, block_stride, result_stride,
+    tokens, share, table_stride, block_stride, result_stride,
     key_table_stride, key_block_stride, key_stride, scale_stride, eps,
     ROWS: tl.constexpr, RESULT_ROWS: tl.constexpr, RESULT_WIDTH: tl.constexpr, RECORD: tl.constexpr,
     FAKE_QUANT: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr,
     KEY_ROWS: tl.constexpr, KEY_STATE_ROWS: tl.constexpr, KEY_CHUNK: tl.constexpr, KEY_DIM: tl.constexpr,
     FORMAT: tl.constexpr, RATIO: tl.constexpr,
 ):  # fmt: skip
-    """Item i is the main window of token i, or from `tokens` on the key of token i - tokens."""
+    """Item i are the main windows of the `share` tokens from i * share on; after `shares` such items come the keys."""
     dtype: tl.constexpr = hadamard_ptr.dtype.element_ty
     feature = tl.arange(0, KEY_DIM)[None, :]
     quarter = tl.arange(0, HALF)[:, None]
@@ -51,37 +54,39 @@ def _compressor_fold_keys_kernel(
     sign = tl.load(hadamard_ptr + 2 * HALF * KEY_DIM + tl.arange(0, KEY_DIM)).to(tl.float32)
     weight = tl.load(weight_ptr + tl.arange(0, DIM)).to(tl.float32)
     key_weight = tl.load(key_weight_ptr + tl.arange(0, KEY_DIM)).to(tl.float32)
-    share = tl.cdiv(2 * tokens, tl.num_programs(0))
-    begin = tl.program_id(0) * share
-    for item in range(begin, tl.minimum(begin + share, 2 * tokens)):
-        if item < tokens:
-            slot = tl.load(slots_ptr + item)
-            if slot >= 0:
-                position = tl.load(positions_ptr + item)
-                table = table_ptr + tl.load(token_req_ptr + item).to(tl.int64) * table_stride
-                groups, a, b = fold_entry(
-                    state_ptr, table, position, block_stride, weight, cos_sin_ptr, eps,
-                    result_ptr.dtype.element_ty, ROWS, RATIO, 2, DIM, CHUNK,
-                )  # fmt: skip
-                offset = (slot // RESULT_ROWS).to(tl.int64) * result_stride + (slot % RESULT_ROWS) * RESULT_WIDTH
-                store_entry(result_ptr, byte_ptr, offset, groups, a, b, DIM, RECORD, FAKE_QUANT)
+    shares = tl.cdiv(tokens, share)
+    for item in range(tl.program_id(0), 2 * shares, tl.num_programs(0)):
+        begin = item % shares * share
+        end = tl.minimum(begin + share, tokens)
+        if item < shares:
+            for token in range(begin, end):
+                slot = tl.load(slots_ptr + token)
+                if slot >= 0:
+                    position = tl.load(positions_ptr + token)
+                    table = table_ptr + tl.load(token_req_ptr + token).to(tl.int64) * table_stride
+                    groups, a, b = fold_entry(
+                        state_ptr, table, position, block_stride, weight, cos_sin_ptr, eps,
+                        result_ptr.dtype.element_ty, ROWS, RATIO, 2, DIM, CHUNK,
+                    )  # fmt: skip
+                    offset = (slot // RESULT_ROWS).to(tl.int64) * result_stride + (slot % RESULT_ROWS) * RESULT_WIDTH
+                    store_entry(result_ptr, byte_ptr, offset, groups, a, b, DIM, RECORD, FAKE_QUANT)
         else:
-            token = item - tokens
-            slot = tl.load(key_slots_ptr + token)
-            if slot >= 0:
-                position = tl.load(positions_ptr + token)
-                table = key_table_ptr + tl.load(token_req_ptr + token).to(tl.int64) * key_table_stride
-                groups, a, b = fold_entry(
-                    key_state_ptr, table, position, key_block_stride, key_weight, cos_sin_ptr, eps, dtype,
-                    KEY_STATE_ROWS, RATIO, 2, KEY_DIM, KEY_CHUNK,
-                )  # fmt: skip
-                first = tl.reshape(extract_slice(groups, (0, 0), (1, 2 * HALF), (1, 1)), (2 * HALF,))
-                a = tl.reshape(a, (HALF,)).to(dtype).to(tl.float32)
-                b = tl.reshape(b, (HALF,)).to(dtype).to(tl.float32)
-                second = tl.sum(upper_a * a[:, None], axis=0) + tl.sum(upper_b * b[:, None], axis=0)
-                y = tl.sum(upper * first[:, None], axis=0) + sign * second
-                y = (y * (KEY_DIM**-0.5)).to(dtype).to(tl.float32)
-                store_key(y, keys_ptr, scales_ptr, slot, key_stride, scale_stride, KEY_ROWS, FORMAT)
+            for token in range(begin, end):
+                slot = tl.load(key_slots_ptr + token)
+                if slot >= 0:
+                    position = tl.load(positions_ptr + token)
+                    table = key_table_ptr + tl.load(token_req_ptr + token).to(tl.int64) * key_table_stride
+                    groups, a, b = fold_entry(
+                        key_state_ptr, table, position, key_block_stride, key_weight, cos_sin_ptr, eps, dtype,
+                        KEY_STATE_ROWS, RATIO, 2, KEY_DIM, KEY_CHUNK,
+                    )  # fmt: skip
+                    first = tl.reshape(extract_slice(groups, (0, 0), (1, 2 * HALF), (1, 1)), (2 * HALF,))
+                    a = tl.reshape(a, (HALF,)).to(dtype).to(tl.float32)
+                    b = tl.reshape(b, (HALF,)).to(dtype).to(tl.float32)
+                    second = tl.sum(upper_a * a[:, None], axis=0) + tl.sum(upper_b * b[:, None], axis=0)
+                    y = tl.sum(upper * first[:, None], axis=0) + sign * second
+                    y = (y * (KEY_DIM**-0.5)).to(dtype).to(tl.float32)
+                    store_key(y, keys_ptr, scales_ptr, slot, key_stride, scale_stride, KEY_ROWS, FORMAT)
 
 
 def compressor_fold_keys(
@@ -139,11 +144,13 @@ def compressor_fold_keys(
     check_filled(OP, key_state=key_state, key_state_table=key_state_table, key_cache=key_cache)
     scales = key_cache if scale_cache is None else scale_cache
     values, as_bytes = record_views(cache)
-    _compressor_fold_keys_kernel[(min(2 * tokens, family_of(device.type).vector_cores),)](
+    cores = family_of(device.type).vector_cores
+    share = triton.cdiv(tokens if tokens >= _MANY * cores else 2 * tokens, cores)
+    _compressor_fold_keys_kernel[(min(2 * triton.cdiv(tokens, share), cores),)](
         state, state_table, slots, weight, values, as_bytes,
         key_state, key_state_table, key_slots, key_weight, hadamard, codes(key_cache), scales,
         token_req, positions, cos_sin,
-        tokens, state_table.stride(0), state.stride(0), cache.stride(0),
+        tokens, share, state_table.stride(0), state.stride(0), cache.stride(0),
         key_state_table.stride(0), key_state.stride(0), key_cache.stride(0), scales.stride(0), eps,
         ROWS=state.shape[1], RESULT_ROWS=cache.shape[1], RESULT_WIDTH=cache.shape[2], RECORD=is_record(cache),
         FAKE_QUANT=fake_quant, CHUNK=chunk_rows(state.shape[1], RATIO), DIM=HEAD_DIM,
