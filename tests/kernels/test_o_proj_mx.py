@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from dsv4_triton.compiler.ascend import compile_all
 from dsv4_triton.compiler.launches import recording
 from dsv4_triton.device import A2, A3, A5, UnsupportedDeviceError, acting_as
 from dsv4_triton.kernels.o_proj import o_proj, o_proj_workspace, quantise_wo_a
@@ -201,6 +202,15 @@ def test_two_launches_without_other_memory():
     with acting_as(A5), recording() as launches:
         o_proj(o, elements, positions, cos_sin, wo_scale=scale)
     assert [launch.kernel.__name__ for launch in launches] == ["_quantise_kernel", "_grouped_product_kernel"]
+
+
+def test_quantisation_of_weights_compiles_for_a5():
+    """It runs once, at loading; what every step runs is among the cases of the registry."""
+    wo_a = torch.empty(8, 1024, 4096, dtype=torch.bfloat16)
+    with acting_as(A5), recording() as launches:
+        quantise_wo_a(wo_a)
+    (result,) = compile_all(launches, A5, jobs=1)
+    assert result.ok and not result.faults and not result.losses, result.message
 
 
 def test_bad_arguments():
