@@ -83,7 +83,7 @@ def grouped_matmul(
     capacity = tiles.shape[1]
     if out.numel() == 0 or capacity == 0:
         return out
-    block_n = even_block(N, 256 if block_rows <= 64 else 128)
+    block_n = even_block(N, 256)
     block_k = even_block(K, 256 if x.dtype == torch.bfloat16 and block_rows <= 64 else 128)
     grid = (min(capacity * (N // block_n), family_of(x.device.type).cube_cores),)
     _grouped_matmul_kernel[grid](x, w, tiles, num_tiles, out, capacity, N=N, K=K, BM=block_rows, BN=block_n, BK=block_k)

@@ -8,8 +8,9 @@ rounding at the end. In w13 runs of `gate_block(I)` gate rows and the up rows of
 product then holds both, and the activation follows it on the tile that the matrix unit hands over. (Two products with
 accumulators of their own do not link on A5.) Rows and tiles as in `grouped_matmul`.
 
-Grid: cube cores; a persistent loop over (tile, block of features). L1: operand tiles [BM, BK] and [2 BN, BK], doubled;
-L0C: 2 BM BN fp32; UB: about 6 BM BN fp32. Source of the formula: `Expert` of the official DeepSeek inference code.
+Grid: cube cores; a persistent loop over (tile, block of features). L1: operand tiles [BM, BK] and [2 BN, BK] a
+run, doubled; L0C: 2 BM BN fp32 a run; UB: about 6 BM BN fp32 a run. Source of the formula: `Expert` of the official
+DeepSeek inference code.
 """
 
 import math
@@ -27,6 +28,8 @@ from dsv4_triton.kernels.swiglu import clamped_swiglu
 
 OP = "grouped_matmul_swiglu"
 _MAX_GATE_BLOCK = 64
+RUNS_OF_LARGE_TILES = 2
+"""Runs of w13 in a tile of 128 rows, whose operands would otherwise not reach the matrix unit in time."""
 
 
 @triton.jit(do_not_specialize=["capacity"])
@@ -43,15 +46,17 @@ def _grouped_matmul_swiglu_kernel(
     LIMIT: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    RUNS: tl.constexpr,
     BK: tl.constexpr,
 ):
+    """A tile holds RUNS runs of BN gate rows, each with its up rows."""
     m = tl.arange(0, BM)
-    n = tl.arange(0, 2 * BN)
+    n = tl.arange(0, 2 * RUNS * BN)
     k = tl.arange(0, BK)
-    column_blocks: tl.constexpr = INNER // BN
+    column_blocks: tl.constexpr = INNER // (RUNS * BN)
     for item in range(tl.program_id(0), tl.load(num_tiles_ptr) * column_blocks, tl.num_programs(0)):
         tile = item // column_blocks
-        column = item % column_blocks * BN
+        column = item % column_blocks * (RUNS * BN)
         expert = tl.load(tiles_ptr + tile).to(tl.int64)
         row = tl.load(tiles_ptr + capacity + tile).to(tl.int64)
         rows = tl.load(tiles_ptr + 2 * capacity + tile)
@@ -62,13 +67,16 @@ def _grouped_matmul_swiglu_kernel(
         for step in range(BK, K, BK):
             x = tl.load(x_at + step, mask=live, other=0.0)
             acc = tl.dot(x, tl.trans(tl.load(w_at + step)), acc, input_precision="ieee")
-        gate = extract_slice(acc, (0, 0), (BM, BN), (1, 1))
-        up = extract_slice(acc, (0, BN), (BM, BN), (1, 1))
-        h = clamped_swiglu(gate, up, LIMIT)
         if weight_ptr is not None:
-            h = h * tl.load(weight_ptr + row + m, mask=m < rows, other=0.0)[:, None]
+            row_weight = tl.load(weight_ptr + row + m, mask=m < rows, other=0.0)
         target = out_ptr + row * INNER + column + m[:, None] * INNER + tl.arange(0, BN)[None, :]
-        tl.store(target, h.to(out_ptr.dtype.element_ty), mask=live)
+        for run in tl.static_range(RUNS):
+            gate = extract_slice(acc, (0, 2 * run * BN), (BM, BN), (1, 1))
+            up = extract_slice(acc, (0, (2 * run + 1) * BN), (BM, BN), (1, 1))
+            h = clamped_swiglu(gate, up, LIMIT)
+            if weight_ptr is not None:
+                h = h * row_weight[:, None]
+            tl.store(target + run * BN, h.to(out_ptr.dtype.element_ty), mask=live)
 
 
 def gate_block(inner: int) -> int:
@@ -119,9 +127,10 @@ def grouped_matmul_swiglu(
         return out
     block_n = gate_block(inner)
     block_k = even_block(K, 256 if x.dtype == torch.bfloat16 and block_rows <= 64 else 128)
-    grid = (min(capacity * (inner // block_n), family_of(x.device.type).cube_cores),)
+    runs = RUNS_OF_LARGE_TILES if block_rows >= 128 and inner // block_n % RUNS_OF_LARGE_TILES == 0 else 1
+    grid = (min(capacity * (inner // (block_n * runs)), family_of(x.device.type).cube_cores),)
     _grouped_matmul_swiglu_kernel[grid](
         x, w13, row_weights, tiles, num_tiles, out, capacity,
-        INNER=inner, K=K, LIMIT=float(limit or 0), BM=block_rows, BN=block_n, BK=block_k,
+        INNER=inner, K=K, LIMIT=float(limit or 0), BM=block_rows, BN=block_n, RUNS=runs, BK=block_k,
     )  # fmt: skip
     return out
