@@ -6,8 +6,8 @@ Release 3.2.0 hangs them on `triton.language`; later releases keep them in an ex
 import triton.language as tl
 
 try:
-    from triton.language.extra.cann.extension import extract_slice, get_element
+    from triton.language.extra.cann.extension import extract_slice, get_element, insert_slice
 except ImportError:
-    extract_slice, get_element = tl.extract_slice, tl.get_element
+    extract_slice, get_element, insert_slice = tl.extract_slice, tl.get_element, tl.insert_slice
 
-__all__ = ["extract_slice", "get_element"]
+__all__ = ["extract_slice", "get_element", "insert_slice"]

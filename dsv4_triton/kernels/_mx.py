@@ -20,18 +20,18 @@ QUIET_NAN = tl.constexpr(0x7FC00000)
 
 @triton.jit
 def block_exponent(x):
-    """Biased shared exponents `[a, b, 1]` int32 of blocks `x [a, b, 32]` (bf16 or fp32): floor(log2(amax)) - 8, at
+    """Biased shared exponents `[n, 1]` int32 of blocks `x [n, 32]` (bf16 or fp32): floor(log2(amax)) - 8, at
     least 0."""
     if x.dtype == tl.bfloat16:
-        largest = tl.max(x.to(tl.int16, bitcast=True) & 0x7FFF, axis=2, keep_dims=True).to(tl.int32) >> 7
+        largest = tl.max(x.to(tl.int16, bitcast=True) & 0x7FFF, axis=1, keep_dims=True).to(tl.int32) >> 7
     else:
-        largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2, keep_dims=True) >> 23
+        largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1, keep_dims=True) >> 23
     return tl.maximum(largest - EMAX, 0)
 
 
 @triton.jit
 def elements(x, exponent, row):
-    """e4m3 elements of blocks `x [a, b, 32]` with the scale of exponent `row`: saturated as their block's exponent
+    """e4m3 elements of blocks `x [n, 32]` with the scale of exponent `row`: saturated as their block's exponent
     wants it, then rounded once."""
     bound = tl.maximum(LARGEST + ((exponent - row) << 23), 0).to(tl.float32, bitcast=True)
     y = x.to(tl.float32) * ((254 - row) << 23).to(tl.float32, bitcast=True)

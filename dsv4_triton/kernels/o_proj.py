@@ -3,7 +3,7 @@
 Formula: `o[..., 448:] <- unrope(o[..., 448:], p)`, then `z[t, g, :] = wo_a[g] @ o[t, heads of group g]`. The rotation
 is fp32 with one cast to `o`'s dtype; the product accumulates in fp32 with one cast.
 A vector kernel and a matrix kernel: fusing the rotation makes the product a mixed cube and vector kernel, which costs
-more than reading `o` once more.
+more than reading 64 of 512 columns once more.
 MXFP8 operands: weights are quantised once (`quantise_wo_a`), the rotated o by the vector kernel, both as `reference.mx`
 defines: MX elements in blocks of 32, aligned to one power-of-two scale for each (token, group) and each row of wo_a,
 which the product's result is multiplied with in fp32.
@@ -20,8 +20,9 @@ import triton.language as tl
 
 from dsv4_triton.device import UnsupportedDeviceError, family_of
 from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor, output
+from dsv4_triton.kernels._lang import insert_slice
 from dsv4_triton.kernels._mx import BLOCK, block_exponent, elements, row_scale
-from dsv4_triton.kernels._rope import HALF, load_cos_sin, rotate
+from dsv4_triton.kernels._rope import load_cos_sin, rotate
 from dsv4_triton.kernels._tiling import even_block
 from dsv4_triton.kernels._workspace import Part, carve, check_workspace, workspace_bytes
 from dsv4_triton.kernels.rope import ROTARY, rope
@@ -29,6 +30,15 @@ from dsv4_triton.kernels.rope import ROTARY, rope
 OP = "o_proj"
 HEAD_DIM = 512
 E4M3 = torch.float8_e4m3fn
+
+
+@triton.jit
+def _tile(pointers, inside, WHOLE: tl.constexpr):
+    """A tile from memory; WHOLE ones are read without the mask, which fp8 loads cannot have on A5."""
+    if WHOLE:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=inside, other=0.0)
 
 
 @triton.jit(do_not_specialize=["rows", "capacity"])
@@ -47,59 +57,39 @@ def _quantise_kernel(
 ):
     """Row r is group `r % GROUPS` of token `r // GROUPS`: HEADS heads of 512 values, 16 blocks each.
 
-    Scales are `[GROUPS, capacity]`.
+    Blocks 14 and 15 of a head are the halves of its rotated features. Scales are `[GROUPS, capacity]`.
     """
     ROW: tl.constexpr = HEADS * 16 * BLOCK
-    PLAIN: tl.constexpr = 14 * BLOCK
-    head = tl.arange(0, BH)[:, None, None]
-    block = tl.arange(0, 16)[None, :, None]
-    lane = tl.arange(0, BLOCK)[None, None, :]
-    value = head * (16 * BLOCK) + block * BLOCK + lane
-    inside = head < HEADS
-    plain = inside
-    if ROTATE:
-        plain = inside & (block < 14)
+    block = tl.arange(0, BH * 16)[:, None]
+    head = tl.arange(0, BH)[:, None]
+    lane = tl.arange(0, BLOCK)[None, :]
+    inside = block < HEADS * 16
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         token = row // GROUPS
         source = x_ptr + tl.cast(row, tl.int64) * ROW
-        target = out_ptr + tl.cast(row, tl.int64) * ROW
+        target = out_ptr + tl.cast(row, tl.int64) * ROW + block * BLOCK + lane
         scale = scale_ptr + (row % GROUPS) * capacity + token
-        x = tl.load(source + value, mask=plain, other=0.0)
-        exponent = block_exponent(x)
+        position = 0
         if ROTATE:
             position = tl.load(positions_ptr + token)
-            if position >= 0:
-                cos, sin = load_cos_sin(cos_sin_ptr, position, True)
-                first = source + PLAIN + head * (16 * BLOCK) + lane
-                a = tl.load(first, mask=inside, other=0.0)
-                b = tl.load(first + HALF, mask=inside, other=0.0)
-                a, b = rotate(a.to(tl.float32), b.to(tl.float32), cos[None, None, :], sin[None, None, :])
-                a, b = a.to(x.dtype), b.to(x.dtype)
-                of_a, of_b = block_exponent(a), block_exponent(b)
-                most = tl.maximum(tl.maximum(tl.max(exponent), 1), tl.maximum(tl.max(of_a), tl.max(of_b)))
-                tl.store(target + value, elements(x, exponent, most), mask=plain)
-                place = target + PLAIN + head * (16 * BLOCK) + lane
-                tl.store(place, elements(a, of_a, most), mask=inside)
-                tl.store(place + HALF, elements(b, of_b, most), mask=inside)
-                tl.store(scale, row_scale(most))
-            else:
-                tl.store(
-                    target + value, tl.zeros((BH, 16, BLOCK), tl.int8).to(tl.float8e4nv, bitcast=True), mask=inside
-                )
-                tl.store(scale, 0.0)
-        else:
+        if position >= 0:
+            x = _tile(source + block * BLOCK + lane, inside, BH == HEADS)
+            if ROTATE:
+                cos, sin = load_cos_sin(cos_sin_ptr, position, False)
+                first = source + 14 * BLOCK + head * (16 * BLOCK) + lane
+                a = _tile(first, head < HEADS, BH == HEADS)
+                b = _tile(first + BLOCK, head < HEADS, BH == HEADS)
+                # The conjugate rotation is that of the swapped pair.
+                b, a = rotate(b.to(tl.float32), a.to(tl.float32), cos[None, :], sin[None, :])
+                x = insert_slice(x, a.to(x.dtype), (14, 0), (BH, BLOCK), (16, 1))
+                x = insert_slice(x, b.to(x.dtype), (15, 0), (BH, BLOCK), (16, 1))
+            exponent = block_exponent(x)
             most = tl.maximum(tl.max(exponent), 1)
-            tl.store(target + value, elements(x, exponent, most), mask=plain)
+            tl.store(target, elements(x, exponent, most), mask=inside)
             tl.store(scale, row_scale(most))
-
-
-@triton.jit
-def _operand(pointers, inside, WHOLE: tl.constexpr):
-    """A tile of an operand; WHOLE tiles are read without the mask, which fp8 loads cannot have on A5."""
-    if WHOLE:
-        return tl.load(pointers)
-    else:
-        return tl.load(pointers, mask=inside, other=0.0)
+        else:
+            tl.store(target, tl.zeros((BH * 16, BLOCK), tl.int8).to(tl.float8e4nv, bitcast=True), mask=inside)
+            tl.store(scale, 0.0)
 
 
 @triton.jit(do_not_specialize=["T", "capacity"])
@@ -136,13 +126,13 @@ def _grouped_product_kernel(
         w_tile = w_ptr + tl.cast(group * R + first_rank, tl.int64) * K + rank[:, None] * K + depth
         in_tokens = token < T - first_token
         in_ranks = rank < R - first_rank
-        o = _operand(o_tile, in_tokens, SCALED)
-        w = _operand(w_tile, in_ranks[:, None], SCALED)
+        o = _tile(o_tile, in_tokens, SCALED)
+        w = _tile(w_tile, in_ranks[:, None], SCALED)
         # The first product is peeled: an accumulator that starts from a product stays on the cube unit.
         acc = tl.dot(o, tl.trans(w), input_precision="ieee")
         for k in range(BK, K, BK):
-            o = _operand(o_tile + k, in_tokens, SCALED)
-            w = _operand(w_tile + k, in_ranks[:, None], SCALED)
+            o = _tile(o_tile + k, in_tokens, SCALED)
+            w = _tile(w_tile + k, in_ranks[:, None], SCALED)
             acc = tl.dot(o, tl.trans(w), acc, input_precision="ieee")
         if SCALED:
             o_scale = tl.load(o_scale_ptr + group * capacity + first_token + tl.arange(0, BM))
