@@ -10,7 +10,7 @@ which the product's result is multiplied with in fp32.
 Grid: persistent; the vector kernels over (token, heads), the product over (group, rank block, token block), token
 blocks innermost so that a weight tile is reused.
 L1 on A2 (bf16): about `(BM + BN) * BK * 6` bytes, two buffers and the peeled tile; L0C: `BM * BN * 4` bytes. UB of the
-quantisation: about `K * 24` bytes. Families: all; MXFP8 where there is fp8 (A5, host).
+quantisation: about `K * 6` bytes. Families: all; MXFP8 where there is fp8 (A5, host).
 Source: output path of the DeepSeek-V4 reference (unrotated o, per-group einsum); MX operands as in vllm-ascend on A5.
 """
 

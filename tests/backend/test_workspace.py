@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from dsv4_triton.config import BLOCK_SIZES, Choices, Geometry
 from dsv4_triton.device import A2, A5, HOST, Family
 from dsv4_triton.kernels._workspace import workspace_bytes
 from dsv4_triton.kernels.indexer_topk import indexer_topk_workspace
+from dsv4_triton.kernels.o_proj import o_proj_workspace
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -53,6 +55,15 @@ def test_shards_need_less() -> None:
     served = serving("pro", A2, "fine", BF16)
     whole, part = (step_workspace(served, BF16, tokens=4096, context=32768, shards=n) for n in (1, 8))
     assert part < whole
+
+
+@pytest.mark.parametrize("shards", [1, 8])
+def test_quantised_outputs_of_attention_fit(shards: int) -> None:
+    served = serving("pro", A5, "fine", BF16)
+    served.choices = replace(served.choices, o_proj_format="mxfp8")
+    sizes = [step_workspace(served, BF16, tokens=n, context=256, shards=shards) for n in (1, 16, 17, 64, 100, 8192)]
+    needs = [o_proj_workspace(n, 16 // shards, 4096) for n in (1, 16, 17, 64, 100, 8192)]
+    assert all(size >= need for size, need in zip(sizes, needs, strict=True)) and sizes == sorted(sizes)
 
 
 @pytest.mark.parametrize("k", [32, 512, 1024, 2048])
