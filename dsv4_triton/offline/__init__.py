@@ -6,12 +6,13 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from dsv4_triton import __version__
 from dsv4_triton.bench.registry import MODELS, Case, select
+from dsv4_triton.compiler import host
 from dsv4_triton.compiler.ascend import compile_all
 from dsv4_triton.compiler.ascend.result import CompileResult
 from dsv4_triton.compiler.ascend.tools import tools_for
@@ -27,12 +28,14 @@ class Compiled:
     """One launch of one case, compiled; `launch` is None where the op itself refused the case (`result` says why).
 
     `scratch` are the launch's arguments that live between the launches of the op: neither its arguments nor results.
+    `unwritten` are those of them whose contents are not there to be read.
     """
 
     case: Case
     launch: Launch | None
     result: CompileResult
     scratch: frozenset[str] = frozenset()
+    unwritten: frozenset[str] = frozenset()
 
 
 def families() -> list[Family]:
@@ -57,14 +60,33 @@ def choose(kernels: Sequence[str], models: Sequence[str], cases: Sequence[str]) 
     return select(kernel=list(kernels) or None, model=list(models) or default, case=list(cases) or None)
 
 
-def record(case: Case, family: Family) -> list[tuple[Launch, frozenset[str]]]:
-    """The launches of a case as `family` would make them, with their scratch; nothing runs."""
+class Recorded(NamedTuple):
+    """A launch with what `Compiled` says of its scratch."""
+
+    launch: Launch
+    scratch: frozenset[str]
+    unwritten: frozenset[str]
+
+
+def record(case: Case, family: Family) -> list[Recorded]:
+    """The launches of a case as `family` would make them. Only the op's planners run, on the host."""
     inputs = case.build(family, fill=False)
     with acting_as(family), recording() as launches:
         returned = case.launcher(**inputs.arguments)
     results = returned if isinstance(returned, tuple) else (returned,)
     kept = [value for value in (*inputs.tensors.values(), *results) if isinstance(value, torch.Tensor)]
-    return [(launch, frozenset(scratch_of(launch, kept))) for launch in launches]
+    planned: set[int] = set()
+    for launch in launches:
+        if launch.kernel.__name__ in case.entry.planners:
+            with host.installed():
+                launch.kernel[launch.grid](**{**launch.signature.constants, **launch.arguments})
+            planned |= {v.data_ptr() for v in launch.arguments.values() if isinstance(v, torch.Tensor)}
+    found = []
+    for launch in launches:
+        scratch = scratch_of(launch, kept)
+        unwritten = {name for name in scratch if launch.arguments[name].data_ptr() not in planned}
+        found.append(Recorded(launch, frozenset(scratch), frozenset(unwritten)))
+    return found
 
 
 def compile_cases(
@@ -75,17 +97,17 @@ def compile_cases(
 
     `progress(done, total, what)` is called while it works, first over the cases, then over the compiles.
     """
-    recorded: list[tuple[Case, Launch | None, frozenset[str], str]] = []
+    recorded: list[tuple[Case, Recorded | str]] = []
     cases = [case for case in cases if case.runs_on(family)]
     for number, case in enumerate(cases):
         if progress is not None:
             progress(number, len(cases), f"recording {case}")
         try:
-            recorded += [(case, launch, scratch, "") for launch, scratch in record(case, family)]
+            recorded += [(case, found) for found in record(case, family)]
         except Exception as error:
             # A case that its op refuses is a finding about the case, and no reason to leave the others out.
-            recorded.append((case, None, frozenset(), f"{type(error).__name__}: {error}"))
-    launches = [launch for _, launch, _, _ in recorded if launch is not None]
+            recorded.append((case, f"{type(error).__name__}: {error}"))
+    launches = [found.launch for _, found in recorded if isinstance(found, Recorded)]
 
     def compiled(done: int, total: int, result: CompileResult) -> None:
         if progress is not None:
@@ -94,8 +116,10 @@ def compile_cases(
     limit = {} if seconds is None else {"seconds": seconds}
     results = iter(compile_all(launches, family, jobs=jobs, progress=compiled, **limit))
     return [
-        Compiled(case, launch, next(results) if launch is not None else _refused(case, family, problem), scratch)
-        for case, launch, scratch, problem in recorded
+        Compiled(case, found.launch, next(results), found.scratch, found.unwritten)
+        if isinstance(found, Recorded)
+        else Compiled(case, None, _refused(case, family, found))
+        for case, found in recorded
     ]
 
 

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import astuple, dataclass, fields
 from itertools import groupby
-from math import nan
+from math import isnan, nan
+
+import torch
 
 from dsv4_triton.bench.registry import Case
 from dsv4_triton.compiler.ascend.jobs import Outcome, run_all
@@ -37,8 +39,9 @@ class Line:
     """One case on one family, as the report prints it.
 
     status: `ok`, or what failed. launches: kernels that the op starts. ub, l1, l0c: the largest share of each memory
-    that one of them uses, in percent. estimate, minimum: microseconds of all launches without their start, nan where
-    that is not known, and of the least traffic and products of the job. limit: what the longest launch waits for.
+    that one of them uses, in percent. estimate: microseconds of all launches without their start, nan where a count
+    depends on contents that are not there. minimum: microseconds of the least traffic and products of the job. limit:
+    what the longest launch waits for.
     peer: the best public kernel.
     """
 
@@ -84,9 +87,15 @@ def lines(
         if progress is not None:
             progress(len(found), len(cases), f"counted {case}")
 
-    work = [lambda case=case, group=group: _cells(_line(case, group, family)).encode() for case, group in cases]
+    work = [lambda case=case, group=group: _counted(case, group, family) for case, group in cases]
     run_all(work, jobs or len(os.sched_getaffinity(0)), _SECONDS, finish, nullcontext())
     return [found[index] for index in range(len(cases))]
+
+
+def _counted(case: Case, group: Sequence[Compiled], family: Family) -> bytes:
+    """The cells of a line, in a forked process: torch's own threads have stayed behind in its parent."""
+    torch.set_num_threads(1)
+    return _cells(_line(case, group, family)).encode()
 
 
 def _line(case: Case, group: Sequence[Compiled], family: Family) -> Line:
@@ -102,7 +111,7 @@ def _line(case: Case, group: Sequence[Compiled], family: Family) -> Line:
         if one.result.facts is not None:
             for memory, size in limits.items():
                 shares[memory] = max(shares[memory], round(100 * one.result.facts.used(memory) / size))
-        facts = count(one.result.hivm, family, one.launch.grid, arguments_of(one.launch), unwritten=one.scratch)
+        facts = count(one.result.hivm, family, one.launch.grid, arguments_of(one.launch), unwritten=one.unwritten)
         cost = estimate(facts, family, resident=one.scratch)
         total += nan if facts.assumed or facts.unsupported else cost.seconds
         if cost.seconds > slowest:
@@ -197,7 +206,7 @@ def regressions(found: Iterable[Line], earlier: dict[tuple[str, str, str], Line]
             problems.append(f"{name}: not in the earlier report, which needs to be written again")
         elif line.status != "ok" and before.status == "ok":
             problems.append(f"{name}: {line.status}")
-        elif line.ratio > before.ratio * ALLOWANCE:
+        elif line.ratio > before.ratio * ALLOWANCE or (isnan(line.ratio) and not isnan(before.ratio)):
             problems.append(f"{name}: estimate / minimum is {line.ratio}, was {before.ratio}")
         elif line.launches > before.launches:
             problems.append(f"{name}: {line.launches} launches, were {before.launches}")
@@ -215,7 +224,7 @@ CANN, and every time is an estimate from exact counts by the model of [cost_mode
 A case is `ok` when all its kernels compile without a fallback, read nothing that nothing wrote, call only functions of
 the shipped device library, run no inner loop over single elements, and use both vector cores where they share work.
 Memories are the largest share that a kernel of the case uses. The minimum is the time of the least traffic and the
-least multiply-accumulates of the job; it takes no account of latency, so ratios of small steps are large. An estimate
-is nan where a count depends on numbers that an earlier launch of the op writes. The best public kernel is that of
+least multiply-accumulates of the job; it takes no account of latency, so ratios of small steps are large. What later
+launches of an op read of a plan that its first ones make is really made, on the host. The best public kernel is that of
 `dsv4_triton/offline/peers.py`, estimated in the same way.
 """

@@ -155,11 +155,24 @@ def test_default_models_are_the_real_ones() -> None:
 def test_a_launch_is_recorded_as_the_family_makes_it() -> None:
     case = offline.choose(["muls_add"], ["pro"], ["pro/prefill/*"])[0]
     for family in (A2, A5):
-        ((launch, scratch),) = offline.record(case, family)
-        assert launch.grid == (family.vector_cores, 1, 1) and not scratch
+        (found,) = offline.record(case, family)
+        assert found.launch.grid == (family.vector_cores, 1, 1) and not found.scratch
 
 
 def test_scratch_is_what_only_the_launches_of_an_op_see() -> None:
     case = offline.choose(["hc_head"], ["demo"], [])[0]
     recorded = offline.record(case, A2)
-    assert len(recorded) == 2 and all(scratch and scratch < set(launch.arguments) for launch, scratch in recorded)
+    assert len(recorded) == 2
+    assert all(one.scratch and one.scratch < set(one.launch.arguments) for one in recorded)
+    assert all(one.unwritten == one.scratch for one in recorded)
+
+
+@pytest.mark.parametrize("step", ["flash/decode/b16", "flash/prefill/t4096"])
+def test_plans_that_decide_later_launches_are_made(step: str) -> None:
+    (case,) = offline.choose(["moe_experts"], ["flash"], [step])
+    recorded = offline.record(case, A2)
+    reading = [one for one in recorded if "tiles_ptr" in one.launch.arguments]
+    assert reading and not any({"tiles_ptr", "num_tiles_ptr"} & one.unwritten for one in reading)
+    ids = case.build(A2, fill=False).arguments["ids"]
+    tiles, count = (reading[-1].launch.arguments[name] for name in ("tiles_ptr", "num_tiles_ptr"))
+    assert int(tiles[2, : int(count)].sum()) == int((ids >= 0).sum())

@@ -38,6 +38,7 @@ def test_a_file_that_is_no_report_is_refused(text: str) -> None:
         ({"ratio": 29.38 * 1.04}, ""),
         ({"ratio": 1.0}, ""),
         ({"ratio": 29.38 * 1.06}, "estimate / minimum"),
+        ({"ratio": float("nan")}, "estimate / minimum"),
         ({"launches": 2}, "2 launches, were 1"),
         ({"status": "failed"}, "failed"),
         ({"case": "flash/decode/b64"}, "no longer in the report"),

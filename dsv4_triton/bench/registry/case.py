@@ -121,7 +121,8 @@ class Entry:
     `shapes` lists what a model does with it.
     `build` makes the arguments, `minimum` is the formula of the least work. `outcome` prepares what is compared where
     the plain results cannot be (quantised values are compared after dequantisation). `baselines` are names of other
-    implementations of the same job.
+    implementations of the same job. `planners` are names of the op's kernels whose results decide what its later
+    kernels do; they need none of the inputs that stay unwritten without `fill`.
     """
 
     op: str
@@ -132,6 +133,7 @@ class Entry:
     written: tuple[str, ...] = ()
     outcome: Callable[[Inputs, Any], dict[str, torch.Tensor]] = outcome
     baselines: tuple[str, ...] = ()
+    planners: tuple[str, ...] = ()
 
     def cases(self, models: Iterable[Model]) -> list[Case]:
         return [Case(self, model, shape) for model in models for shape in self.shapes(model)]

@@ -18,6 +18,7 @@ from dsv4_triton.reference.moe_plan import moe_plan, tile_capacity
 BF16, FP32 = torch.bfloat16, torch.float32
 _ROUTER = Tolerance(2e-6, 1e-30, "the same fp32 formula with another logarithm; ids are equal")
 _EXPERTS = Tolerance(2**-6, 2e-2, "h is rounded to bf16 before w2, where some values go to their neighbour; so is y")
+_PLANNERS = ("_moe_count_kernel", "_moe_place_kernel", "_plan_and_copy_kernel")
 _GROUPED = Tolerance(1e-4, 1e-4, "fp32 sums of up to 7,168 terms in another order")
 
 
@@ -272,7 +273,15 @@ ENTRIES = (
         _ROUTER,
         baselines=("moe_gating_top_k_hash",),
     ),
-    Entry("moe_plan", _tokens, _build_plan, _minimum_plan, EXACT, baselines=("npu_moe_init_routing_v2",)),
+    Entry(
+        "moe_plan",
+        _tokens,
+        _build_plan,
+        _minimum_plan,
+        EXACT,
+        baselines=("npu_moe_init_routing_v2",),
+        planners=_PLANNERS,
+    ),
     Entry(
         "grouped_matmul",
         lambda model: _variants(model, "gate-up", "down"),
@@ -291,8 +300,16 @@ ENTRIES = (
         outcome=_products,
         baselines=("npu_grouped_matmul_swiglu_quant",),
     ),
-    Entry("moe_dispatch", _tokens, _build_dispatch, _minimum_dispatch, EXACT, outcome=_dispatched),
-    Entry("moe_experts", _tokens, _build_experts, _minimum_experts, _EXPERTS, written=("out",)),
+    Entry("moe_dispatch", _tokens, _build_dispatch, _minimum_dispatch, EXACT, outcome=_dispatched, planners=_PLANNERS),
+    Entry(
+        "moe_experts",
+        _tokens,
+        _build_experts,
+        _minimum_experts,
+        _EXPERTS,
+        written=("out",),
+        planners=_PLANNERS,
+    ),
     Entry(
         "swiglu",
         lambda model: _variants(model, "shared", "routed"),
