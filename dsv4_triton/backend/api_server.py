@@ -2,7 +2,8 @@
 
 Its pydantic validators run before the types are checked and call `.get` on whatever the body holds; items of
 `/v1/responses` that are no messages are read as messages; the DeepSeek-V4 chat encoding and the Messages API report a
-client's mistake as their own. Goes when vLLM answers these itself: tests/serving/test_malformed.py lists them.
+client's mistake as their own; a server without a tokenizer fails where it wants to use it. Goes when vLLM answers these
+itself: tests/serving/test_malformed.py lists them.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def answer_client_errors(app: FastAPI) -> None:
     app.dependency_overrides[validate_json_request] = _check_body
     app.add_exception_handler(HTTPException, http_exception_handler)  # vLLM has it for FastAPI's subclass only
     app.add_exception_handler(EngineGenerateError, _answer_engine_error)
-    for kind in (AttributeError, LookupError, RecursionError, NotImplementedError):
+    for kind in (AttributeError, LookupError, RecursionError, NotImplementedError, AssertionError):
         app.add_exception_handler(kind, _answer)
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) not in _CANNOT_WORK]
     app.middleware_stack = None  # vLLM has built it; the first request builds it again, with these handlers
@@ -73,6 +74,8 @@ async def _check_body(raw_request: Request) -> None:
 
 async def _answer(request: Request, error: Exception) -> JSONResponse:
     response = _client_error(error)
+    if response is None and request.app.state.args.skip_tokenizer_init:
+        response = create_error_response("it needs a tokenizer, and the server was started with --skip-tokenizer-init")
     if response is None:
         raise error  # a fault of the server's own: logged and answered with 500
     return JSONResponse(response.model_dump(), status_code=response.error.code)

@@ -92,6 +92,8 @@ def client() -> Iterator[TestClient]:
     async def fail(how: str, request: Request) -> None:
         if how == "lookup":
             raise KeyError("a fault of the server")
+        if how == "assertion":
+            raise AssertionError
         if how == "not implemented":
             raise NotImplementedError("Unknown role: x")
         try:
@@ -165,6 +167,12 @@ def test_a_route_that_is_not_served_has_an_error_of_the_same_form(client: TestCl
 def test_faults_of_the_server_stay_faults_of_the_server(client: TestClient) -> None:
     assert "a fault of the server" in error_of(client.get("/fails/lookup"), 500)
     assert client.get("/fails/inside the engine").status_code == 500
+
+
+def test_without_a_tokenizer_what_needs_one_is_refused(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert client.get("/fails/assertion").status_code == 500
+    monkeypatch.setattr(client.app.state.args, "skip_tokenizer_init", True)  # type: ignore[attr-defined]
+    assert "--skip-tokenizer-init" in error_of(client.get("/fails/assertion"), 400)
 
 
 def test_faults_of_the_request_found_on_the_way(client: TestClient) -> None:
