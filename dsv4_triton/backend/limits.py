@@ -5,7 +5,9 @@ An option that is not named here works, or vLLM refuses it itself.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,15 +29,34 @@ class Limit:
 
     def check(self, vllm_config: VllmConfig) -> None:
         """ConfigError for a value that cannot be served."""
-        value: Any = vllm_config
-        for name in self.field.split("."):
-            value = getattr(value, name, None)
+        value = _read(vllm_config, self.field)
         if value in self.takes:
             return
         values = [_shown(choice) for choice in self.takes if choice is not None]
         takes = f"it takes {' or '.join(values)}" if values else "leave it out"
         shown = f"is {_shown(value)}" if isinstance(value, (str, int, float, torch.dtype)) else "is set"
         raise ConfigError(f"{self.option} {shown}: {self.reason}; {takes}")
+
+
+@dataclass(frozen=True)
+class Extra:
+    """Values of one option that work where a module is installed which vLLM does not require.
+
+    vLLM looks for it when weights are loaded, or at the first request and then ends the server.
+    """
+
+    option: str
+    field: str
+    modules: Mapping[str, str]
+
+    def check(self, vllm_config: VllmConfig) -> None:
+        """ConfigError for a value whose module is missing."""
+        value = _read(vllm_config, self.field)
+        module = self.modules.get(value)
+        if module and find_spec(module) is None:
+            raise ConfigError(
+                f"{self.option} is {value}: the Python module {module} is not installed; install it or leave the option out"
+            )
 
 
 LIMITS = (
@@ -149,16 +170,37 @@ LIMITS = (
 )
 
 
+EXTRAS = (
+    Extra(
+        "--load-format",
+        "load_config.load_format",
+        {"fastsafetensors": "fastsafetensors", "runai_streamer": "runai_model_streamer"},
+    ),
+    Extra(
+        "--prefix-caching-hash-algo",
+        "cache_config.prefix_caching_hash_algo",
+        {"xxhash": "xxhash", "xxhash_cbor": "xxhash"},
+    ),
+)
+
+
 def check(vllm_config: VllmConfig) -> None:
     """ConfigError for a checkpoint or an option that cannot be served, as far as that shows without a device."""
-    for limit in LIMITS:
-        limit.check(vllm_config)
+    for part in (*LIMITS, *EXTRAS):
+        part.check(vllm_config)
     Options.of(vllm_config.additional_config)
     model = ModelSettings.of(vllm_config.model_config.hf_config)
     shards = vllm_config.parallel_config.tensor_parallel_size
     for name, size in (("o_groups", model.o_groups), ("moe_intermediate_size", model.moe_intermediate)):
         if size % shards:
             raise ConfigError(f"--tensor-parallel-size is {shards}, it must divide {name} of config.json ({size})")
+
+
+def _read(vllm_config: VllmConfig, field: str) -> Any:
+    value: Any = vllm_config
+    for name in field.split("."):
+        value = getattr(value, name, None)
+    return value
 
 
 def _shown(value: Any) -> str:

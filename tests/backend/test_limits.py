@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from dsv4_triton.backend.compat import TRANSFORMERS_IMPLEMENTATION
-from dsv4_triton.backend.limits import LIMITS, Limit
+from dsv4_triton.backend.limits import EXTRAS, LIMITS, Extra, Limit
 from dsv4_triton.backend.plugin import ARCHITECTURE, register
 from dsv4_triton.config import ConfigError
 from dsv4_triton.demo.checkpoint import DemoSettings, model_config, write_checkpoint
@@ -66,10 +67,20 @@ def test_a_limit_takes_what_works_and_nothing_else(limit: Limit) -> None:
         limit.check(config_with(limit.field, value))
 
 
+@pytest.mark.parametrize("extra", EXTRAS, ids=lambda extra: extra.field)
+def test_a_module_that_is_missing_is_named(extra: Extra) -> None:
+    there = replace(extra, modules={"asked": "json"})
+    there.check(config_with(extra.field, "asked"))
+    there.check(config_with(extra.field, "other"))
+    missing = replace(extra, modules={"asked": "no_such_module"})
+    with pytest.raises(ConfigError, match=f"^{extra.option} is asked: .* no_such_module is not installed"):
+        missing.check(config_with(extra.field, "asked"))
+
+
 def test_limits_are_where_vllm_keeps_the_options(tmp_path: Path) -> None:
     """A field that moves with a new vLLM would be read as unset."""
     config = engine_config(tmp_path, {}, {})
-    for limit in LIMITS:
+    for limit in (*LIMITS, *EXTRAS):
         *path, name = limit.field.split(".")
         if path == ["attention_config", "backend"]:
             assert config.attention_config.backend is None
