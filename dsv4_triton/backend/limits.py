@@ -55,7 +55,7 @@ class Extra:
         module = self.modules.get(value)
         if module and find_spec(module) is None:
             raise ConfigError(
-                f"{self.option} is {value}: the Python module {module} is not installed; install it or leave the option out"
+                f"{self.option} is {value}: it needs the Python module {module}; install that or leave it out"
             )
 
 

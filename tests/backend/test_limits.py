@@ -73,7 +73,7 @@ def test_a_module_that_is_missing_is_named(extra: Extra) -> None:
     there.check(config_with(extra.field, "asked"))
     there.check(config_with(extra.field, "other"))
     missing = replace(extra, modules={"asked": "no_such_module"})
-    with pytest.raises(ConfigError, match=f"^{extra.option} is asked: .* no_such_module is not installed"):
+    with pytest.raises(ConfigError, match=f"^{extra.option} is asked: .* no_such_module"):
         missing.check(config_with(extra.field, "asked"))
 
 
