@@ -19,9 +19,11 @@ from dsv4_triton.kernels._checks import FLOATS, check_tensor, output
 from dsv4_triton.kernels._workspace import check_workspace
 from dsv4_triton.kernels.moe_plan import (
     count_chunk,
+    expert_block,
     moe_plan,
     moe_plan_workspace,
     place_block,
+    sum_before,
     tile_capacity,
     tiles_needed,
     write_tiles,
@@ -30,23 +32,9 @@ from dsv4_triton.kernels.moe_plan import (
 OP = "moe_dispatch"
 BLOCK = 8
 """Pairs whose rows one program copies: half of what a plan compares at once, since the copies need memory too."""
-LANES = tl.constexpr(8)
-"""fp32 values of 32 bytes: rows of tiles start at multiples of it."""
-ALONE_PAIRS = (64, 256, 512)
-"""Numbers of pairs up to which one launch does it all; few, since each is compiled for itself."""
-
-
-@triton.jit
-def _sum_before(x, EB: tl.constexpr):
-    """For each lane of `x [EB]` the sum of the lanes before it, by comparisons: a prefix sum is scalar code on A2."""
-    RUNS: tl.constexpr = EB // LANES
-    rows = tl.reshape(x, (RUNS, LANES))
-    column = tl.arange(0, LANES).to(tl.float32)
-    run = tl.arange(0, RUNS).to(tl.float32)
-    earlier = column[None, None, :] < column[None, :, None]
-    inside = tl.sum(tl.where(earlier, rows[:, None, :], 0.0), axis=2)
-    runs = tl.sum(tl.where(run[None, :] < run[:, None], tl.sum(rows, axis=1)[None, :], 0.0), axis=1)
-    return tl.reshape(inside + runs[:, None], (EB,))
+ALONE_PAIRS = (64, 256)
+"""Numbers of pairs up to which one launch does it all; few, since each is compiled for itself. Every program compares
+all pairs with all experts, so that for more the three launches are faster."""
 
 
 @triton.jit(do_not_specialize=["pairs", "capacity", "block_rows"])
@@ -61,7 +49,7 @@ def _plan_and_copy_kernel(
     for block in range(tl.program_id(0), tl.cdiv(pairs, BS), tl.num_programs(0)):
         first = block * BS
         total = count_chunk(ids_ptr, 0, pairs, E, EB, PAIRS, BS)
-        start = _sum_before(total, EB)
+        start = sum_before(total, EB)
         position = place_block(ids_ptr, first, 0, pairs, start, E, EB, PAIRS, BS)
         tl.store(positions_ptr + first + lane, position.to(tl.int32), mask=lane < pairs - first)
         for pair in range(first, tl.minimum(first + BS, pairs)):
@@ -74,7 +62,7 @@ def _plan_and_copy_kernel(
         if block == 0:
             height = block_rows.to(tl.float32)
             need = tiles_needed(total, height)
-            before = _sum_before(need, EB)
+            before = sum_before(need, EB)
             write_tiles(tiles_ptr, num_tiles_ptr, total, start, need, before, capacity, height, EB, BS)
 
 
@@ -88,12 +76,6 @@ def _copy_kernel(x_ptr, weights_ptr, positions_ptr, rows_ptr, row_weights_ptr, T
             if row >= 0:
                 tl.store(rows_ptr + row * D + d, x)
                 tl.store(row_weights_ptr + row, tl.load(weights_ptr + t * K + j))
-
-
-def _expert_block(num_experts: int) -> int:
-    """Lanes of a vector over the experts, so many that `_sum_before` has whole rows of whole runs."""
-    lanes = int(LANES) * int(LANES)
-    return triton.cdiv(num_experts, lanes) * lanes
 
 
 def moe_dispatch_workspace(pairs: int, num_experts: int) -> int:
@@ -155,6 +137,6 @@ def moe_dispatch(
     num_tiles = output(OP, "num_tiles", num_tiles, (1,), torch.int32, x.device)
     _plan_and_copy_kernel[(min(triton.cdiv(pairs, BLOCK), cores),)](
         x, weights, ids, rows, row_weights, positions, tiles, num_tiles, pairs, capacity, block_rows,
-        K=k, D=D, E=num_experts, EB=_expert_block(num_experts), PAIRS=alone, BS=BLOCK,
+        K=k, D=D, E=num_experts, EB=expert_block(num_experts), PAIRS=alone, BS=BLOCK,
     )  # fmt: skip
     return rows, row_weights, positions, tiles, num_tiles

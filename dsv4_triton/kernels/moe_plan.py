@@ -6,9 +6,8 @@ pairs of its own expert). Tiles cut each expert's rows into runs of at most `blo
 Everything is counted with comparisons and sums (no atomics, no sort, no host): chunks of pairs are counted per
 expert, then each chunk adds up the counts and places its own pairs, and the first one also writes the tiles. Where
 one chunk holds all pairs the counting is part of the second kernel. Counts are fp32, exact below 2^24. No vector that
-is carried by a loop is broadcast to a tile in that loop: ascendnpu-ir 1.2.0 takes megabytes of UB for
-such a tile on A2. Grid:
-vector cores. UB: about 6 tiles [16, max(EB, CHUNK)].
+is carried by a loop is broadcast to a tile in that loop: ascendnpu-ir 1.2.0 takes megabytes of UB for such a tile on
+A2. Grid: vector cores. UB: about 6 tiles [16, max(EB, CHUNK)].
 """
 
 import torch
@@ -22,6 +21,8 @@ from dsv4_triton.kernels._workspace import Part, carve, check_workspace, workspa
 OP = "moe_plan"
 BLOCK = 16
 """Pairs that are compared with all experts, or with all pairs of a chunk, at once."""
+LANES = tl.constexpr(8)
+"""fp32 values of 32 bytes: rows of tiles start at multiples of it."""
 _MIN_CHUNK = 64
 _MAX_CHUNK = 256
 _MAX_PAIRS = 1 << 24
@@ -53,6 +54,19 @@ def _moe_count_kernel(
     for chunk in range(tl.program_id(0), tl.cdiv(pairs, CHUNK), tl.num_programs(0)):
         count = count_chunk(ids_ptr, chunk, pairs, E, EB, CHUNK, BS)
         tl.store(counts_ptr + chunk * EB + tl.arange(0, EB), count)
+
+
+@triton.jit
+def sum_before(x, EB: tl.constexpr):
+    """For each lane of `x [EB]` the sum of the lanes before it, by comparisons: a prefix sum is scalar code on A2."""
+    RUNS: tl.constexpr = EB // LANES
+    rows = tl.reshape(x, (RUNS, LANES))
+    column = tl.arange(0, LANES).to(tl.float32)
+    run = tl.arange(0, RUNS).to(tl.float32)
+    earlier = column[None, None, :] < column[None, :, None]
+    inside = tl.sum(tl.where(earlier, rows[:, None, :], 0.0), axis=2)
+    runs = tl.sum(tl.where(run[None, :] < run[:, None], tl.sum(rows, axis=1)[None, :], 0.0), axis=1)
+    return tl.reshape(inside + runs[:, None], (EB,))
 
 
 @triton.jit
@@ -132,7 +146,7 @@ def _moe_place_kernel(
                 counts = tl.load(at, mask=(lane < chunks - c)[:, None], other=0.0)
                 total += tl.sum(counts, axis=0)
                 before += tl.sum(tl.where((lane < chunk - c)[:, None], counts, 0.0), axis=0)
-        start = tl.cumsum(total, axis=0) - total
+        start = sum_before(total, EB)
         base = start + before
         for first in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, pairs), BS):
             position = place_block(ids_ptr, first, chunk * CHUNK, pairs, base, E, EB, CHUNK, BS).to(tl.int32)
@@ -140,7 +154,7 @@ def _moe_place_kernel(
         if chunk == 0:
             height = block_rows.to(tl.float32)
             need = tiles_needed(total, height)
-            before = tl.cumsum(need, axis=0) - need
+            before = sum_before(need, EB)
             write_tiles(tiles_ptr, num_tiles_ptr, total, start, need, before, capacity, height, EB, BS)
 
 
@@ -151,9 +165,10 @@ def _chunk(pairs: int, block_e: int) -> int:
     return _MIN_CHUNK if pairs * block_e <= _MIN_CHUNK**3 else _MAX_CHUNK
 
 
-def _expert_block(num_experts: int) -> int:
-    """Lanes of a vector over the experts."""
-    return triton.cdiv(num_experts, BLOCK) * BLOCK
+def expert_block(num_experts: int) -> int:
+    """Lanes of a vector over the experts, so many that `sum_before` has whole rows of whole runs."""
+    lanes = int(LANES) * int(LANES)
+    return triton.cdiv(num_experts, lanes) * lanes
 
 
 def tile_capacity(pairs: int, num_experts: int, block_rows: int) -> int:
@@ -164,14 +179,14 @@ def tile_capacity(pairs: int, num_experts: int, block_rows: int) -> int:
 
 def _counts(pairs: int, num_experts: int) -> list[Part]:
     """Scratch for the counts of all chunks; none where there is one chunk."""
-    block_e = _expert_block(num_experts)
+    block_e = expert_block(num_experts)
     chunks = triton.cdiv(pairs, _chunk(pairs, block_e))
     return [((chunks, block_e), torch.float32)] if chunks > 1 else []
 
 
 def moe_plan_workspace(pairs: int, num_experts: int) -> int:
     """Bytes of scratch that `moe_plan` takes at most for up to `pairs` pairs of token and choice."""
-    return workspace_bytes([((triton.cdiv(pairs, _MIN_CHUNK), _expert_block(num_experts)), torch.float32)])
+    return workspace_bytes([((triton.cdiv(pairs, _MIN_CHUNK), expert_block(num_experts)), torch.float32)])
 
 
 def moe_plan(
@@ -205,7 +220,7 @@ def moe_plan(
         check_workspace(OP, workspace, ids.device)
     if pairs == 0:
         return positions, tiles, num_tiles.zero_()
-    block_e = _expert_block(num_experts)
+    block_e = expert_block(num_experts)
     chunk = _chunk(pairs, block_e)
     chunks = triton.cdiv(pairs, chunk)
     grid = (min(chunks, family_of(ids.device.type).vector_cores),)
