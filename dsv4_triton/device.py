@@ -111,6 +111,9 @@ class Family:
     l0c_bytes: int
     dot_rows: int
     """Rows of a left matmul operand that are processed at once; fewer cost as much."""
+    dot_copies: int
+    """Tiles of each operand that the compiler keeps in L1 for a loop of products: one of a peeled product before it,
+    and those of the loop, which it doubles by default on A2 and A3."""
     fp8: bool
     row_operands: bool
     """A product's operand may be loaded row by row from computed addresses; elsewhere the vector cores gather it."""
@@ -135,28 +138,28 @@ class Family:
 
 A2 = Family(
     name="a2", title="Atlas A2 (910B)", cube_cores=24, vector_cores=48,
-    ub_bytes=192 * KiB, l1_bytes=512 * KiB, l0c_bytes=128 * KiB, dot_rows=16,
+    ub_bytes=192 * KiB, l1_bytes=512 * KiB, l0c_bytes=128 * KiB, dot_rows=16, dot_copies=3,
     fp8=False, row_operands=False, mixed_kernels=True, vector_registers=False, vector_sort=True,
     row_format=RowFormat.PLAIN, index_format="int8",
     arch="c220", target="Ascend910B2", speed=A2_SPEED, soc_prefixes=("Ascend910B",),
 )  # fmt: skip
 A3 = Family(
     name="a3", title="Atlas A3 (910C)", cube_cores=24, vector_cores=48,
-    ub_bytes=192 * KiB, l1_bytes=512 * KiB, l0c_bytes=128 * KiB, dot_rows=16,
+    ub_bytes=192 * KiB, l1_bytes=512 * KiB, l0c_bytes=128 * KiB, dot_rows=16, dot_copies=3,
     fp8=False, row_operands=False, mixed_kernels=True, vector_registers=False, vector_sort=True,
     row_format=RowFormat.PLAIN, index_format="int8",
     arch="c220", target="Ascend910_9391", speed=A3_SPEED, soc_prefixes=("Ascend910_93",),
 )  # fmt: skip
 A5 = Family(
     name="a5", title="Atlas A5 (950)", cube_cores=32, vector_cores=64,
-    ub_bytes=248 * KiB, l1_bytes=512 * KiB, l0c_bytes=256 * KiB, dot_rows=16,
+    ub_bytes=248 * KiB, l1_bytes=512 * KiB, l0c_bytes=256 * KiB, dot_rows=16, dot_copies=2,
     fp8=True, row_operands=False, mixed_kernels=False, vector_registers=True, vector_sort=True,
     row_format=RowFormat.RECORD, index_format="e4m3",
     arch="c310", target="Ascend950PR_9589", speed=A5_SPEED, soc_prefixes=("Ascend950", "Ascend910_95"),
 )  # fmt: skip
 HOST = Family(
     name="host", title="development host (CPU)", cube_cores=os.cpu_count() or 1, vector_cores=os.cpu_count() or 1,
-    ub_bytes=1024 * KiB, l1_bytes=1024 * KiB, l0c_bytes=1024 * KiB, dot_rows=4,
+    ub_bytes=1024 * KiB, l1_bytes=1024 * KiB, l0c_bytes=1024 * KiB, dot_rows=4, dot_copies=1,
     fp8=True, row_operands=True, mixed_kernels=True, vector_registers=False, vector_sort=False,
     row_format=RowFormat.PLAIN, index_format="int8",
 )  # fmt: skip

@@ -9,8 +9,8 @@ defines: MX elements in blocks of 32, aligned to one power-of-two scale for each
 which the product's result is multiplied with in fp32.
 Grid: persistent; the vector kernels over (token, heads), the product over (group, rank block, token block), token
 blocks innermost so that a weight tile is reused.
-L1 on A2 (bf16): about `(BM + BN) * BK * 6` bytes, two buffers and the peeled tile; L0C: `BM * BN * 4` bytes. UB of the
-quantisation: about `K * 6` bytes. Families: all; MXFP8 where there is fp8 (A5, host).
+L1: about `dot_copies * (BM + BN) * BK` operands: on A2 and A3 two buffers and the peeled tile; L0C: `BM * BN * 4`
+bytes. UB of the quantisation: about `K * 6` bytes. Families: all; MXFP8 where there is fp8 (A5, host).
 Source: output path of the DeepSeek-V4 reference (unrotated o, per-group einsum); MX operands as in vllm-ascend on A5.
 """
 
@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4_triton.device import UnsupportedDeviceError, family_of
+from dsv4_triton.device import Family, UnsupportedDeviceError, family_of
 from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor, output
 from dsv4_triton.kernels._lang import insert_slice
 from dsv4_triton.kernels._mx import BLOCK, block_exponent, elements, row_scale
@@ -146,16 +146,25 @@ def _grouped_product_kernel(
         )
 
 
-def tile_sizes(tokens: int, rank: int, *, fp8: bool = False) -> tuple[int, int, int]:
-    """`(BM, BN, BK)` for `tokens` rows and `rank` outputs per group; with fp8, BN divides `rank`."""
-    bm = 16 if tokens <= 16 else 64 if tokens <= 64 else 128
+def token_block(tokens: int) -> int:
+    """Rows of a tile of the product for `tokens` tokens."""
+    return 16 if tokens <= 16 else 64 if tokens <= 64 else 128
+
+
+def tile_sizes(tokens: int, rank: int, family: Family, *, fp8: bool = False) -> tuple[int, int, int]:
+    """`(BM, BN, BK)` for `tokens` rows and `rank` outputs per group; with fp8, BN divides `rank`.
+
+    BK is as long as L1 allows, up to 512 bytes: a transfer costs extra for every row of a tile.
+    """
+    bm = token_block(tokens)
     bn = even_block(rank, 256) if fp8 else min(256, max(16, triton.next_power_of_2(rank)))
-    return bm, bn, (256 if bm < 128 else 128) * (2 if fp8 else 1)
+    fits = family.dot_copies * (bm + bn) * 512 <= family.l1_bytes
+    return bm, bn, (512 if fits else 256) // (1 if fp8 else 2)
 
 
 def _capacity(tokens: int) -> int:
     """Rows of whole tiles for `tokens` tokens."""
-    bm = tile_sizes(tokens, 1)[0]
+    bm = token_block(tokens)
     return triton.cdiv(tokens, bm) * bm
 
 
@@ -252,9 +261,10 @@ def o_proj(
         operand, o_scale = carve(OP, workspace, device, _scratch(tokens, groups, width))
         _quantise(o.view(-1, width), operand, o_scale, groups, (positions, cos_sin))
         capacity = o_scale.shape[1]
-    bm, bn, bk = tile_sizes(tokens, rank, fp8=fp8)
+    family = family_of(device.type)
+    bm, bn, bk = tile_sizes(tokens, rank, family, fp8=fp8)
     tiles = triton.cdiv(tokens, bm) * triton.cdiv(rank, bn) * groups
-    grid = (min(tiles, family_of(device.type).cube_cores),)
+    grid = (min(tiles, family.cube_cores),)
     _grouped_product_kernel[grid](
         operand, wo_a, out, o_scale, wo_scale, tokens, capacity,
         G=groups, R=rank, K=width, BM=bm, BN=bn, BK=bk, SCALED=fp8,
