@@ -1,17 +1,19 @@
-"""Kernels of `sparse_attention` that do both products in one launch, and the merge of partial results.
+"""The kernel of `sparse_attention` that does both products in one launch.
 
 An item is one token and HEADS heads. It attends up to five tiles of rows in one softmax: WINDOWS tiles of the window,
 then TILES tiles of the compressed rows, which come from SOURCE:
 
 * DENSE: entries 0..n_vis - 1 through the block table;
 * PICKED: entries that an index list names, each looked up by itself (BY_ROW only);
-* GATHERED: rows that `gather_rows` copied, with their bias;
-* SHARED: entries 0..n_vis - 1, which `_dense_rows` copied for all tokens of a request.
+* GATHERED: rows that `gather_rows` copied, with their bias, or with the index list that says which exist (int32);
+* COPIED: entries 0..n_vis - 1, which `gather_rows` copied;
+* SHARED: the same, which `_dense_rows` copied for all tokens of a request.
 
 A tile is a page, or where BY_ROW says that a product's operand may be loaded row by row, any number of rows. P is
 normalised before the second product, so that a finished output leaves the matrix unit without a further vector pass;
-the sink enters the denominator of the only chunk (FINAL) or of the merge. The first product is peeled from its loop
-over the head dimension, and both loops are run-time loops: unrolled ones overflow L1 on A2.
+the sink enters the denominator of the only chunk (FINAL) or of the merge. Window tiles are multiplied over all features
+at once, the others in slices of DK; PAIRED: the last two tiles share each slice of q. The first slice is peeled from
+its loop, and both loops are run-time loops: unrolled ones overflow L1 on A2.
 
 Masks are additive (-1e30) and absent rows are loaded as zero, so that nothing that no one wrote reaches a product.
 
@@ -27,7 +29,8 @@ ALL = tl.constexpr(tl.PropagateNan.ALL)
 DENSE: tl.constexpr = 0
 PICKED: tl.constexpr = 1
 GATHERED: tl.constexpr = 2
-SHARED: tl.constexpr = 3
+COPIED: tl.constexpr = 3
+SHARED: tl.constexpr = 4
 
 
 @triton.jit
@@ -86,12 +89,14 @@ def _compressed_tile(
         there = at >= 0
         address = rows_ptr
         place = _looked_up(table_ptr, page_stride, tl.maximum(at, 0), there, PAGE, D)
-    elif SOURCE == GATHERED:
-        bias = tl.load(pick_ptr + first + row, mask=there, other=-1e30)
-        address = rows_ptr + tl.cast(tile, tl.int64) * (ROWS * D)
-        place = row * D
-    elif SOURCE == SHARED:
-        bias = _prefix_bias(row, hi - first)
+    elif SOURCE >= GATHERED:
+        if SOURCE > GATHERED:
+            bias = _prefix_bias(row, hi - first)
+        elif pick_ptr.dtype.element_ty == tl.int32:
+            at = tl.load(pick_ptr + first + row, mask=there, other=-1)
+            bias = tl.minimum(at.to(tl.float32), 0.0, propagate_nan=ALL) * 1e30
+        else:
+            bias = tl.load(pick_ptr + first + row, mask=there, other=-1e30)
         address = rows_ptr + tl.cast(tile, tl.int64) * (ROWS * D)
         place = row * D
     elif BY_ROW:
@@ -139,12 +144,27 @@ def _scores(q_ptr, q_place, q_there, address, place, there, bias, scale, D: tl.c
 
 
 @triton.jit
+def _paired_scores(
+    q_ptr, q_place, q_there, a0, r0, v0, bias0, a1, r1, v1, bias1, scale, D: tl.constexpr, DK: tl.constexpr
+):  # fmt: skip
+    """`_scores` of two tiles, each slice of q loaded once for both."""
+    q = _load(q_ptr, q_place, q_there, 0, DK)
+    s0 = tl.dot(q, tl.trans(_load(a0, r0, v0, 0, DK)))
+    s1 = tl.dot(q, tl.trans(_load(a1, r1, v1, 0, DK)))
+    for d in range(DK, D, DK):
+        q = _load(q_ptr, q_place, q_there, d, DK)
+        s0 = tl.dot(q, tl.trans(_load(a0, r0, v0, d, DK)), s0)
+        s1 = tl.dot(q, tl.trans(_load(a1, r1, v1, d, DK)), s1)
+    return s0 * scale + bias0[None, :], s1 * scale + bias1[None, :]
+
+
+@triton.jit
 def _chunk(
     q_ptr, heads, queries, window_ptr, window_table_ptr, window_stride, lo, hi, rows_ptr, table_ptr, pick_ptr,
     page_stride, tile, count, sink_ptr, out_ptr, lse_ptr, scale,
     SOURCE: tl.constexpr, BY_ROW: tl.constexpr, FINAL: tl.constexpr, WINDOWS: tl.constexpr, WINDOW_PAGE: tl.constexpr,
     WINDOW_ROWS: tl.constexpr, TILES: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
-    D: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    PAIRED: tl.constexpr, D: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Attention of one token's HEADS heads over all tiles; with the sink if FINAL, else with its lse.
 
@@ -158,35 +178,40 @@ def _chunk(
         0, window_ptr, window_table_ptr, window_stride, lo, hi, rows_ptr, table_ptr, pick_ptr, page_stride, tile, count,
         SOURCE, BY_ROW, WINDOWS, WINDOW_PAGE, WINDOW_ROWS, PAGE, ROWS, D,
     )  # fmt: skip
-    s0 = _scores(q_ptr, place, asked, a0, r0, v0, bias, scale, D, DK)
+    s0 = _scores(q_ptr, place, asked, a0, r0, v0, bias, scale, D, D if WINDOWS > 0 else DK)
     m = tl.maximum(tl.max(s0, axis=1), -1e29, propagate_nan=ALL)
     if ALL_TILES > 1:
         a1, r1, v1, bias = _tile(
             1, window_ptr, window_table_ptr, window_stride, lo, hi, rows_ptr, table_ptr, pick_ptr, page_stride, tile,
             count, SOURCE, BY_ROW, WINDOWS, WINDOW_PAGE, WINDOW_ROWS, PAGE, ROWS, D,
         )  # fmt: skip
-        s1 = _scores(q_ptr, place, asked, a1, r1, v1, bias, scale, D, DK)
+        s1 = _scores(q_ptr, place, asked, a1, r1, v1, bias, scale, D, D if WINDOWS > 1 else DK)
         m = tl.maximum(m, tl.max(s1, axis=1), propagate_nan=ALL)
     if ALL_TILES > 2:
         a2, r2, v2, bias = _tile(
             2, window_ptr, window_table_ptr, window_stride, lo, hi, rows_ptr, table_ptr, pick_ptr, page_stride, tile,
             count, SOURCE, BY_ROW, WINDOWS, WINDOW_PAGE, WINDOW_ROWS, PAGE, ROWS, D,
         )  # fmt: skip
-        s2 = _scores(q_ptr, place, asked, a2, r2, v2, bias, scale, D, DK)
+        s2 = _scores(q_ptr, place, asked, a2, r2, v2, bias, scale, D, D if WINDOWS > 2 else DK)
         m = tl.maximum(m, tl.max(s2, axis=1), propagate_nan=ALL)
     if ALL_TILES > 3:
-        a3, r3, v3, bias = _tile(
+        a3, r3, v3, bias3 = _tile(
             3, window_ptr, window_table_ptr, window_stride, lo, hi, rows_ptr, table_ptr, pick_ptr, page_stride, tile,
             count, SOURCE, BY_ROW, WINDOWS, WINDOW_PAGE, WINDOW_ROWS, PAGE, ROWS, D,
         )  # fmt: skip
-        s3 = _scores(q_ptr, place, asked, a3, r3, v3, bias, scale, D, DK)
-        m = tl.maximum(m, tl.max(s3, axis=1), propagate_nan=ALL)
+        if not PAIRED:
+            s3 = _scores(q_ptr, place, asked, a3, r3, v3, bias3, scale, D, D if WINDOWS > 3 else DK)
+            m = tl.maximum(m, tl.max(s3, axis=1), propagate_nan=ALL)
     if ALL_TILES > 4:
         a4, r4, v4, bias = _tile(
             4, window_ptr, window_table_ptr, window_stride, lo, hi, rows_ptr, table_ptr, pick_ptr, page_stride, tile,
             count, SOURCE, BY_ROW, WINDOWS, WINDOW_PAGE, WINDOW_ROWS, PAGE, ROWS, D,
         )  # fmt: skip
-        s4 = _scores(q_ptr, place, asked, a4, r4, v4, bias, scale, D, DK)
+        if PAIRED:
+            s3, s4 = _paired_scores(q_ptr, place, asked, a3, r3, v3, bias3, a4, r4, v4, bias, scale, D, DK)
+            m = tl.maximum(m, tl.max(s3, axis=1), propagate_nan=ALL)
+        else:
+            s4 = _scores(q_ptr, place, asked, a4, r4, v4, bias, scale, D, D if WINDOWS > 4 else DK)
         m = tl.maximum(m, tl.max(s4, axis=1), propagate_nan=ALL)
     if FINAL:
         sink = tl.load(sink_ptr + head, mask=head < heads, other=0.0)
@@ -245,7 +270,7 @@ def attend_kernel(
     limit, window, splits, slots, slot0, scale,
     SOURCE: tl.constexpr, COUNTED: tl.constexpr, BY_ROW: tl.constexpr, FINAL: tl.constexpr, WINDOWS: tl.constexpr,
     WINDOW_PAGE: tl.constexpr, WINDOW_ROWS: tl.constexpr, TILES: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
-    HEADS: tl.constexpr, D: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    HEADS: tl.constexpr, PAIRED: tl.constexpr, D: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """One item: a token, HEADS heads and every `splits`-th chunk. Not FINAL: chunk c goes to slot slot0 + c.
 
@@ -278,6 +303,8 @@ def attend_kernel(
         if SOURCE == GATHERED:
             pick += t64 * columns
             rows += t64 * columns * D
+        if SOURCE == COPIED:
+            rows += t64 * columns * D
         if SOURCE == SHARED:
             rows += req * columns * D
         window_table = window_table_ptr + req * window_table_stride
@@ -286,7 +313,7 @@ def attend_kernel(
             _chunk(
                 q, heads - h, queries, window_ptr, window_table, window_stride, lo, hi, rows, table, pick, page_stride,
                 0, count, sink_ptr + h, out_ptr + (t64 * heads + h) * D, lse_ptr, scale, SOURCE, BY_ROW, FINAL, WINDOWS,
-                WINDOW_PAGE, WINDOW_ROWS, TILES, PAGE, ROWS, HEADS, D, DK, DV,
+                WINDOW_PAGE, WINDOW_ROWS, TILES, PAGE, ROWS, HEADS, PAIRED, D, DK, DV,
             )  # fmt: skip
         else:
             chunks = 1
@@ -297,40 +324,5 @@ def attend_kernel(
                 _chunk(
                     q, heads - h, queries, window_ptr, window_table, window_stride, lo, hi, rows, table, pick,
                     page_stride, c * TILES, count, sink_ptr + h, out_ptr + place * D, lse_ptr + place, scale, SOURCE,
-                    BY_ROW, FINAL, WINDOWS, WINDOW_PAGE, WINDOW_ROWS, TILES, PAGE, ROWS, HEADS, D, DK, DV,
+                    BY_ROW, FINAL, WINDOWS, WINDOW_PAGE, WINDOW_ROWS, TILES, PAGE, ROWS, HEADS, PAIRED, D, DK, DV,
                 )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["tokens", "heads", "slots", "base", "limit", "chunk"])
-def merge_kernel(
-    part_ptr, lse_ptr, sink_ptr, pos_ptr, n_vis_ptr, out_ptr, tokens, heads, slots, base, limit, chunk,
-    HEADS: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """Merge the first ceil(min(base + n_vis, limit) / chunk) partial results of each token, in order, with the sink."""
-    head_blocks = (heads + HEADS - 1) // HEADS
-    for item in range(tl.program_id(0), tokens * head_blocks, tl.num_programs(0)):
-        t = item // head_blocks
-        h = item % head_blocks * HEADS
-        head = tl.arange(0, HEADS)
-        dim = tl.arange(0, D)[None, :]
-        there = head < heads - h
-        live = (tl.minimum(base + tl.load(n_vis_ptr + t), limit) + chunk - 1) // chunk
-        if tl.load(pos_ptr + t) < 0:
-            live = 0
-        sink = tl.load(sink_ptr + h + head, mask=there, other=0.0)
-        m = tl.maximum(sink, -1e30, propagate_nan=ALL)
-        z = tl.exp(sink - m)
-        acc = tl.zeros((HEADS, D), tl.float32)
-        for c in range(0, live):
-            place = (tl.cast(t, tl.int64) * slots + c) * heads + h
-            lse = tl.load(lse_ptr + place + head, mask=there, other=0.0)
-            part = tl.load(part_ptr + place * D + head[:, None] * D + dim, mask=there[:, None], other=0.0)
-            top = tl.maximum(m, lse, propagate_nan=ALL)
-            old = tl.exp(m - top)
-            new = tl.exp(lse - top)
-            acc = acc * old[:, None] + part * new[:, None]
-            z = z * old + new
-            m = top
-        o = acc / tl.maximum(z, 1e-37, propagate_nan=ALL)[:, None]
-        out = out_ptr + (tl.cast(t, tl.int64) * heads + h) * D + head[:, None] * D + dim
-        tl.store(out, o.to(out_ptr.dtype.element_ty), mask=there[:, None])

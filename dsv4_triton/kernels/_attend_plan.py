@@ -22,21 +22,23 @@ HEAD_DIM = 512
 class Limits:
     """What fits a family.
 
-    scores: heads x rows of one softmax. chunk_rows: rows of one of several softmaxes. tile_rows: rows of a gathered
-    tile. whole_rows, whole_columns: up to so many rows a tile and in one softmax, operands of the first product span
-    all features; beyond, slices of 128. value_width: columns of a slice of the second product. once_columns: up to so
-    many rows are loaded once for both products where a core has one item, and so nothing to overlap. scratch_bytes:
-    gathered rows and partial results should stay in the last cache.
+    scores: heads x rows of one softmax. chunk_rows: rows that one softmax of copied rows may have; more are cut into
+    several of slot_rows, fewer where a mixed kernel then has room for whole rows. tile_rows: rows of a gathered tile.
+    whole_rows, whole_columns: up to so many rows a tile and in one softmax, operands of the first product span all
+    features; beyond, slices of 128. value_width: columns of a slice of the second product. once_columns: up to so many
+    rows are loaded once for both products where a core has few items, and so little to overlap. scratch_bytes: gathered
+    rows and partial results should stay in the last cache.
     """
 
     scores: int = 768 * 64
     chunk_rows: int = 640
+    slot_rows: int = 384
     tile_rows: int = 320
     whole_rows: int = 192
     whole_columns: int = 512
     value_width: int = 256
     once_columns: int = 256
-    scratch_bytes: int = 64 << 20
+    scratch_bytes: int = 72 << 20
 
 
 _ANY = 1 << 20
@@ -82,6 +84,7 @@ class Tiling:
     PAGE: int
     ROWS: int
     HEADS: int
+    PAIRED: bool
     DK: int
     DV: int
 
@@ -111,8 +114,9 @@ class Plan:
 
     `gathered` columns are copied first, if any; they begin with `base` columns of the window, or with none where
     attend launches read the window in place. If `shared` those after the window's are copied once per request, else
-    once per token. Then come `launches`, or the three of `split`. They finish the result, or where there are `slots`
-    give that many partial results a token, of `chunk` rows each, which a last launch merges.
+    once per token; with a `bias` where the launches do not see by themselves which rows exist. Then come `launches`, or
+    the three of `split`. They finish the result, or where there are `slots` give that many partial results a token, of
+    `chunk` rows each, which a last launch merges.
     """
 
     launches: tuple[Tiling, ...] = ()
@@ -122,6 +126,7 @@ class Plan:
     slots: int = 0
     chunk: int = 0
     shared: bool = False
+    bias: bool = False
 
     @property
     def own(self) -> int:
@@ -130,7 +135,7 @@ class Plan:
 
     def scratch(self, heads: int, dtype: torch.dtype) -> int:
         """Bytes of scratch a token takes."""
-        rows = self.own * (HEAD_DIM * dtype.itemsize + 4)
+        rows = self.own * (HEAD_DIM * dtype.itemsize + (4 if self.bias else 0))
         scores = heads * self.gathered * (4 + dtype.itemsize) if self.split else 0
         return rows + scores + self.slots * heads * (HEAD_DIM + 1) * 4
 
@@ -169,9 +174,11 @@ def _tiling(
     limit = limits(family)
     columns = windows * window_rows + tiles * rows
     whole = max(rows, window_rows if windows else 0) <= limit.whole_rows and columns <= limit.whole_columns
+    heads = _head_block(call.heads, columns, limit.scores)
+    paired = (windows, tiles) == (3, 2) and not whole and 8 * heads * rows <= family.l0c_bytes
     return Tiling(
         SOURCE=source, BY_ROW=by_row, WINDOWS=windows, WINDOW_PAGE=call.window_page, WINDOW_ROWS=window_rows,
-        TILES=tiles, PAGE=call.cmp_page, ROWS=rows, HEADS=_head_block(call.heads, columns, limit.scores),
+        TILES=tiles, PAGE=call.cmp_page, ROWS=rows, HEADS=heads, PAIRED=paired,
         DK=HEAD_DIM if whole else 128, DV=limit.value_width,
     )  # fmt: skip
 
@@ -226,25 +233,27 @@ def _plan_gathered(family: Family, call: Call, windows: int) -> Plan:
         if not tiles:
             return None
         rows = _up(columns, 16 * tiles) // tiles
-        source = _attend.SHARED if shared else _attend.GATHERED
+        source = _attend.SHARED if shared else _attend.COPIED if windows and call.dense else _attend.GATHERED
         tiling = _tiling(family, call, source, windows, call.window_page, tiles, rows, by_row=False)
         return tiling if family.mixed_kernels and min(64, call.heads) <= tiling.HEADS else None
 
     if windows and own <= limit.chunk_rows and (beside := fused(windows, own)) is not None:
-        return Plan((beside,), gathered=own, shared=shared)
-    if shared and windows and (rest := fused(0, limit.chunk_rows)) is not None:
+        return Plan((beside,), gathered=own, shared=shared, bias=call.picked % BLOCK != 0)
+    if shared and windows and (rest := fused(0, limit.slot_rows)) is not None:
         first = _tiling(family, call, _attend.DENSE, windows, call.window_page, 0, 16, by_row=False)
         slots = -(-own // rest.columns)
         return Plan((first, rest), None, slots * rest.columns, 0, 1 + slots, rest.columns, shared=True)
     base = window_columns(call.window)
     columns = base + own
-    chunk = columns if call.picked or columns <= limit.chunk_rows else limit.chunk_rows
+    several = limit.slot_rows if family.mixed_kernels else limit.chunk_rows
+    chunk = columns if call.picked or columns <= limit.chunk_rows else several
     slots = 0 if chunk == columns else -(-columns // chunk)
     columns = slots * chunk or columns
     if not shared and (alone := fused(0, chunk)) is not None:
-        return Plan((alone,), None, columns, base, slots, chunk)
+        return Plan((alone,), None, columns, base, slots, chunk, bias=True)
     shared = shared and not family.mixed_kernels
-    return Plan((), _split(family, call.heads, chunk, base if shared else 0), columns, base, slots, chunk, shared)
+    split = _split(family, call.heads, chunk, base if shared else 0)
+    return Plan((), split, columns, base, slots, chunk, shared, bias=True)
 
 
 def _split(family: Family, heads: int, chunk: int, first: int) -> Split:
@@ -273,11 +282,18 @@ def attend_options(family: Family, tiling: Tiling, items: int) -> dict[str, int 
     """The width of a slice of the second product, and the compiler's options.
 
     All features at once are the operand of the first product again, which the compiler then loads once; but it needs
-    all accumulators, and gives up the overlap of one item with the next and so the buffers for that.
+    all accumulators, and gives up the overlap of one item with the next and so the buffers for that: the compiler lets
+    four items overlap, which gains little where a core has not more.
     """
-    if tiling.DK == HEAD_DIM and tiling.columns <= limits(family).once_columns and items <= family.cube_cores:
+    if tiling.DK == HEAD_DIM and tiling.columns <= limits(family).once_columns and items <= 4 * family.cube_cores:
         return {"DV": HEAD_DIM, "multibuffer": False, "tile_mix_vector_loop": 1}
     return {"DV": tiling.DV, "tile_mix_vector_loop": 1}
+
+
+def score_splits(split: Split, columns: int, items: int, cores: int) -> int:
+    """Parts of the columns of an item of the scores, so that the busiest core has the fewest tiles."""
+    tiles = columns // split.SCORE_ROWS
+    return min(range(1, tiles + 1), key=lambda n: -(-items * n // cores) * -(-tiles // n))
 
 
 def value_width(split: Split, tokens: int, heads: int, cores: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
 
 import torch
 
@@ -10,8 +11,10 @@ from dsv4_triton.device import Family
 from dsv4_triton.kernels._attend_plan import HEAD_DIM, Plan, limits
 from dsv4_triton.kernels._workspace import Part
 
-RUN = 16
+_ALIGNED = 8
 """Runs of tokens are a multiple of this, so that each run stays aligned."""
+RUN = 16
+"""A run has at least as many tokens."""
 
 
 @dataclass
@@ -44,7 +47,7 @@ def parts_of(plan: Plan, requests: int, run: int, heads: int, dtype: torch.dtype
     parts: dict[str, Part] = {}
     if plan.gathered:
         parts["rows"] = (shared_rows(plan, requests) + run * plan.own, HEAD_DIM), dtype
-    if plan.own:
+    if plan.own and plan.bias:
         parts["bias"] = (run, plan.own), torch.float32
     if plan.split is not None:
         parts["scores"] = (run, heads, plan.gathered), torch.float32
@@ -61,6 +64,8 @@ def shared_rows(plan: Plan, requests: int) -> int:
 
 
 def run_length(plan: Plan, tokens: int, heads: int, dtype: torch.dtype, family: Family) -> int:
-    """Tokens whose scratch fits the family's bound, at least 16."""
+    """Tokens whose scratch fits the family's bound, at least 16; the same number for every core where that is close."""
     fit = limits(family).scratch_bytes // max(1, plan.scratch(heads, dtype))
-    return min(tokens, max(RUN, fit // RUN * RUN))
+    step = lcm(_ALIGNED, family.cube_cores)
+    even = fit // step * step
+    return min(tokens, even if 4 * even >= 3 * fit > 0 else max(RUN, fit // RUN * RUN))

@@ -1,4 +1,4 @@
-"""Kernels of `sparse_attention` that do one step each: scores, softmax, values.
+"""Kernels of `sparse_attention` that do one step each: scores, softmax, values, and the merge of partial results.
 
 For families whose vector cores do not share the work of a mixed kernel, and for sets of rows whose scores do not fit
 one. All work on the rows that `gather_rows` copied for a token, or SHARED: on the window's rows that it copied and on
@@ -10,7 +10,7 @@ memory:
     o[t, h]    = sum_j p[t, h, j] * rows[t, j]                          cube
 
 A chunk is CHUNK columns with a softmax of its own: the only one (FINAL), whose Z has the sink, or one of several, whose
-o is partial and has its log of the denominator beside it, for `_attend.merge_kernel`. Rows are loaded without a mask,
+o is partial and has its log of the denominator beside it, for `merge_kernel`. Rows are loaded without a mask,
 which would bring vector cores in on A5: every row of a chunk that is attended at all must have been written. Scores
 from the last attended column on are not read.
 
@@ -191,3 +191,39 @@ def values_kernel(
                 tl.store(out, o.to(out_ptr.dtype.element_ty), mask=there)
             else:
                 tl.store(out, o.to(out_ptr.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["tokens", "heads", "slots", "base", "limit", "chunk"])
+def merge_kernel(
+    part_ptr, lse_ptr, sink_ptr, pos_ptr, n_vis_ptr, out_ptr, tokens, heads, slots, base, limit, chunk,
+    HEADS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Merge the first ceil(min(base + n_vis, limit) / chunk) partial results of each token, in order, with the sink."""
+    head_blocks = (heads + HEADS - 1) // HEADS
+    for item in range(tl.program_id(0), tokens * head_blocks, tl.num_programs(0)):
+        t = item // head_blocks
+        h = item % head_blocks * HEADS
+        head = tl.arange(0, HEADS)
+        dim = tl.arange(0, D)[None, :]
+        there = head < heads - h
+        live = (tl.minimum(base + tl.load(n_vis_ptr + t), limit) + chunk - 1) // chunk
+        if tl.load(pos_ptr + t) < 0:
+            live = 0
+        sink = tl.load(sink_ptr + h + head, mask=there, other=0.0)
+        m = tl.maximum(sink, -1e30, propagate_nan=ALL)
+        z = tl.exp(sink - m)
+        lse = lse_ptr + tl.cast(t, tl.int64) * slots * heads + h + head
+        for c in range(0, live):
+            one = tl.load(lse + c * heads, mask=there, other=0.0)
+            top = tl.maximum(m, one, propagate_nan=ALL)
+            z = z * tl.exp(m - top) + tl.exp(one - top)
+            m = top
+        z = 1.0 / tl.maximum(z, 1e-37, propagate_nan=ALL)
+        acc = tl.zeros((HEADS, D), tl.float32)
+        for c in range(0, live):
+            place = (tl.cast(t, tl.int64) * slots + c) * heads + h
+            share = tl.exp(tl.load(lse + c * heads, mask=there, other=0.0) - m) * z
+            part = tl.load(part_ptr + place * D + head[:, None] * D + dim, mask=there[:, None], other=0.0)
+            acc += part * share[:, None]
+        out = out_ptr + (tl.cast(t, tl.int64) * heads + h) * D + head[:, None] * D + dim
+        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=there[:, None])

@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 
 from dsv4_triton.device import Family
+from dsv4_triton.kernels._row_copies import copy_run
 from dsv4_triton.kernels._rows import is_record, record_views
-from dsv4_triton.kernels.gather_rows import BLOCK, RECORD_BLOCK, copy_run
+from dsv4_triton.kernels.gather_rows import BLOCK, RECORD_BLOCK
 
 SCAN = 1024
 

@@ -40,6 +40,7 @@ from dsv4_triton.kernels._attend_plan import (
     attend_options,
     limits,
     plan,
+    score_splits,
     softmax_heads,
     value_width,
 )
@@ -95,8 +96,10 @@ class _Tokens:
         table = self.window_table if self.cmp_table is None else self.cmp_table
         pick, columns, base = self.sink, call.picked, call.picked
         if scratch.rows is not None:
-            rows, pick = scratch.rows, self.sink if scratch.bias is None else scratch.bias
+            rows = scratch.rows
             base = columns = plan.gathered
+        if scratch.bias is not None:
+            pick = scratch.bias
         elif self.indices is not None:
             pick = self.indices
         counted = self.n_vis is not None
@@ -125,7 +128,7 @@ class _Tokens:
         kind = {"SHARED": plan.shared, "COUNTED": counted}
         items = tokens * -(-heads // split.SCORE_HEADS)
         cubes = self.family.cube_cores
-        splits = max(1, min(plan.gathered // split.SCORE_ROWS, 2 * cubes // items))
+        splits = score_splits(split, plan.gathered, items, cubes)
         _attend_split.scores_kernel[(min(items * splits, cubes),)](
             self.q, scratch.rows, self.token_req, self.positions, n_vis, scratch.scores, tokens, heads, plan.gathered,
             *bounds, scratch.shared_rows, splits, **kind, RAGGED=heads % split.SCORE_HEADS != 0, ROWS=split.SCORE_ROWS,
@@ -153,7 +156,7 @@ class _Tokens:
         tokens, heads = self.q.shape[:2]
         block = min(MERGE_HEADS, next_power_of_2(heads))
         base = plan.base or plan.chunk
-        _attend.merge_kernel[(min(tokens * -(-heads // block), self.family.vector_cores),)](
+        _attend_split.merge_kernel[(min(tokens * -(-heads // block), self.family.vector_cores),)](
             scratch.values, scratch.lse, self.sink, self.positions, self.n_vis, self.out, tokens, heads, plan.slots,
             base, base + self.call.dense, plan.chunk, HEADS=block, D=HEAD_DIM,
         )  # fmt: skip
@@ -167,7 +170,7 @@ class _Tokens:
                 window=self.call.window if plan.base else 0, columns=plan.own,
                 cmp_cache=self.cmp_cache if alone else None, cmp_table=self.cmp_table if alone else None,
                 n_vis=self.n_vis if alone else None, indices=self.indices, dtype=self.q.dtype, rows=scratch.own_rows,
-                bias=scratch.bias, fill=0 if plan.split is None else plan.split.CHUNK,
+                bias=scratch.bias, no_bias=not plan.bias, fill=0 if plan.split is None else plan.split.CHUNK,
             )  # fmt: skip
         if plan.split is not None:
             self.split(plan.split, plan, scratch)

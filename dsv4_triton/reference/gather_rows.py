@@ -24,10 +24,12 @@ def gather_rows(
     indices: torch.Tensor | None = None,
     rows: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    no_bias: bool = False,
     dtype: torch.dtype | None = None,
     fill: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [T, columns, 512] and mask [T, columns]: 0 where a row exists, -1e30 and a zero row elsewhere.
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows [T, columns, 512] and mask [T, columns]: 0 where a row exists, -1e30 and a zero row elsewhere; no mask with
+    `no_bias`.
 
     `fill` changes nothing: all rows are stored.
     """
@@ -59,4 +61,4 @@ def gather_rows(
             if at >= 0:
                 page = int(cmp_table[b, at // cmp_cache.shape[1]])
                 rows[t, first + j], bias[t, first + j] = cmp_cache[page, at % cmp_cache.shape[1]], 0.0
-    return rows, bias
+    return rows, None if no_bias else bias

@@ -63,9 +63,24 @@ def test_fill_stores_every_row_of_a_tile(case):
             assert torch.isnan(rows[t, live:]).all()
 
 
+@pytest.mark.parametrize("case", [CASES[1], CASES[3], CASES[5]], ids=str)
+def test_without_window_and_bias(case):
+    inputs = build(case)
+    caches = inputs.window_cache, inputs.window_table, inputs.token_req, inputs.positions
+    arguments = dict(window=0, columns=64, dtype=case.dtype, no_bias=True, **inputs.compressed)
+    want, _ = reference(*caches, **arguments)
+    rows, bias = gather_rows(*caches, **arguments, rows=poisoned((len(inputs.q), 64, DIM), case.dtype))
+    assert bias is None
+    for t, position in enumerate(inputs.positions.tolist()):
+        live = 0 if position < 0 else -(-case.visible(position) // 32) * 32 if case.compressed == "dense" else 64
+        assert_equal(rows[t, :live], want[t, :live], f"rows of token {t}")
+
+
 def test_columns_that_do_not_fit():
     inputs = build(Case(((5,),)))
     with pytest.raises(ValueError, match="columns is 96, expected a multiple of 32 of at least 128"):
         gather_rows(*inputs.args()[1:3], inputs.token_req, inputs.positions, window=128, columns=96)
     with pytest.raises(ValueError, match="fill is 48, expected 0 or a multiple of 32"):
         gather_rows(*inputs.args()[1:3], inputs.token_req, inputs.positions, window=128, columns=128, fill=48)
+    with pytest.raises(ValueError, match="window is 128, expected 0 with no_bias"):
+        gather_rows(*inputs.args()[1:3], inputs.token_req, inputs.positions, window=128, columns=128, no_bias=True)
