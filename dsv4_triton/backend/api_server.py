@@ -32,6 +32,8 @@ from vllm.v1.engine.exceptions import EngineGenerateError
 
 _KINDS = {dict: "an object", list: "an array", str: "a string", bool: "true or false", type(None): "null"}
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_TAKE_TOKENS = ("/v1/completions", "/inference/v1/generate", "/abort_requests")
+"""What works without a tokenizer; vLLM checks itself that a prompt is given as tokens."""
 _CLIENT_ERRORS = (VLLMClientError, ValueError, TypeError, OverflowError)
 """What vLLM blames on the client when it comes out of an endpoint."""
 _HANDLERS = ("create_messages", "count_tokens")
@@ -44,7 +46,7 @@ def answer_client_errors(app: FastAPI) -> None:
     app.dependency_overrides[validate_json_request] = _check_body
     app.add_exception_handler(HTTPException, http_exception_handler)  # vLLM has it for FastAPI's subclass only
     app.add_exception_handler(EngineGenerateError, _answer_engine_error)
-    for kind in (AttributeError, LookupError, RecursionError, NotImplementedError, AssertionError):
+    for kind in (AttributeError, LookupError, RecursionError, NotImplementedError):
         app.add_exception_handler(kind, _answer)
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) not in _CANNOT_WORK]
     app.middleware_stack = None  # vLLM has built it; the first request builds it again, with these handlers
@@ -55,7 +57,13 @@ def answer_client_errors(app: FastAPI) -> None:
 
 
 async def _check_body(raw_request: Request) -> None:
-    """Stands in for vLLM's check of the content type: it holds, and the body is a JSON object of proper text."""
+    """Stands in for vLLM's check of the content type: it holds, and the body is a JSON object of proper text.
+
+    Before that, a route that needs a tokenizer is refused where there is none.
+    """
+    model_config = raw_request.app.state.vllm_config.model_config
+    if model_config.skip_tokenizer_init and raw_request.scope["route"].path not in _TAKE_TOKENS:
+        raise VLLMValidationError("this needs a tokenizer, and the server was started without (--skip-tokenizer-init)")
     await validate_json_request(raw_request)
     content = await raw_request.body()
     try:
@@ -74,8 +82,6 @@ async def _check_body(raw_request: Request) -> None:
 
 async def _answer(request: Request, error: Exception) -> JSONResponse:
     response = _client_error(error)
-    if response is None and request.app.state.args.skip_tokenizer_init:
-        response = create_error_response("it needs a tokenizer, and the server was started with --skip-tokenizer-init")
     if response is None:
         raise error  # a fault of the server's own: logged and answered with 500
     return JSONResponse(response.model_dump(), status_code=response.error.code)
