@@ -4,8 +4,9 @@ proj [T, 2W] fp32 (= [u | g], W = c * d), ape [r, W] fp32, positions [T] int32 (
 state [blocks, rows, 2W] fp32. Nothing is rounded beyond one fp32 addition. The row is written whole, so a later fold
 needs neither ape nor the position's phase.
 
-Grid: one program per vector core at most; each walks its tokens with a stride and skips slots below 0.
-UB bytes: 3 rows of W fp32 (24 KiB with double buffering at W = 1024). Families: all.
+Grid: one program per vector core at most; each walks its tokens with a stride and skips slots below 0. A row is one
+transfer in and one out: ape is added to all of it, as -0 to u, which changes no bit.
+UB bytes: 3 rows of 2W fp32, doubled (48 KiB at W = 1024). Families: all.
 Source: docs/model.md, sections 5 (row, state) and 8 (slots).
 """
 
@@ -25,12 +26,10 @@ def insert_state_row(
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Write the row [u | g] at `source` to `slot` (>= 0) of the state."""
-    feature = tl.arange(0, WIDTH)
+    column = tl.arange(0, 2 * WIDTH)
     row = state_ptr + (slot // ROWS).to(tl.int64) * block_stride + (slot % ROWS) * (2 * WIDTH)
-    values = tl.load(source + feature)
-    logits = tl.load(source + WIDTH + feature) + tl.load(ape_ptr + position % RATIO * WIDTH + feature)
-    tl.store(row + feature, values)
-    tl.store(row + WIDTH + feature, logits)
+    ape = tl.load(ape_ptr + (position % RATIO * WIDTH - WIDTH) + column, mask=column >= WIDTH, other=-0.0)
+    tl.store(row + column, tl.load(source + column) + ape)
 
 
 @triton.jit(do_not_specialize=["tokens"])
