@@ -14,7 +14,7 @@ import re
 import traceback
 from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -29,6 +29,7 @@ from vllm.entrypoints.serve.utils.server_utils import engine_error_handler, http
 from vllm.exceptions import VLLMClientError, VLLMValidationError
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineGenerateError
+from vllm.v1.structured_output import backend_outlines
 
 _KINDS = {dict: "an object", list: "an array", str: "a string", bool: "true or false", type(None): "null"}
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -50,6 +51,8 @@ def answer_client_errors(app: FastAPI) -> None:
         app.add_exception_handler(kind, _answer)
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) not in _CANNOT_WORK]
     app.middleware_stack = None  # vLLM has built it; the first request builds it again, with these handlers
+    # The fallback for schemas that no other backend holds; every request to it ends with 500, as `limits` says.
+    backend_outlines.validate_structured_output_request_outlines = _refuse_schema
     for name in _HANDLERS:
         handler = getattr(AnthropicServingMessages, name)
         if not hasattr(handler, "__wrapped__"):
@@ -78,6 +81,10 @@ async def _check_body(raw_request: Request) -> None:
         except UnicodeEncodeError as error:
             escape = ascii(error.object[error.start])[1:-1]
             raise VLLMValidationError(f"the body holds half a character, {escape}") from None
+
+
+def _refuse_schema(params: Any) -> NoReturn:
+    raise VLLMValidationError("neither xgrammar nor guidance can hold an answer to this schema", parameter="schema")
 
 
 async def _answer(request: Request, error: Exception) -> JSONResponse:

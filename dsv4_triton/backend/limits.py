@@ -156,6 +156,14 @@ LIMITS = (
         "the experts are this plugin's Triton kernels",
     ),
     Limit(
+        "--structured-outputs-config backend",
+        "structured_outputs_config.backend",
+        ("auto", "xgrammar", "guidance"),
+        # outlines_core 0.2.14 offers the end token and then rejects it; lm-format-enforcer 0.11 imports a module that
+        # vLLM no longer has.
+        "under vLLM 0.27.1 every request to another one ends with an error",
+    ),
+    Limit(
         "--cpu-offload-gb",
         "offload_config.uva.cpu_offload_gb",
         (0,),

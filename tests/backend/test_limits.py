@@ -25,6 +25,7 @@ WORKS = {
     "attention_config.backend.name": [None, "CUSTOM"],
     "kernel_config.moe_backend": ["auto"],
     "parallel_config.ubatch_size": [0],
+    "structured_outputs_config.backend": ["auto", "guidance"],
     "scheduler_config.disable_hybrid_kv_cache_manager": [None, False],
 }
 """Values that are served; of options that are not listed here None, False, 0 or 1, the ones that mean off."""
@@ -40,6 +41,7 @@ REFUSED = {
     "attention_config.backend.name": ("FLASHMLA", "--attention-backend is FLASHMLA: .*; it takes CUSTOM"),
     "kernel_config.moe_backend": ("triton", "--moe-backend is triton: .*; it takes auto"),
     "parallel_config.pipeline_parallel_size": (2, "--pipeline-parallel-size is 2: .*; it takes 1"),
+    "structured_outputs_config.backend": ("outlines", "backend is outlines: .*; it takes auto or xgrammar or guidance"),
     "offload_config.uva.cpu_offload_gb": (0.5, "--cpu-offload-gb is 0.5: .*; it takes 0"),
     "parallel_config.enable_expert_parallel": (True, "--enable-expert-parallel is True: .*; it takes False"),
     "lora_config": (SimpleNamespace(rank=8), "--enable-lora is set: .*; leave it out"),

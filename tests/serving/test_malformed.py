@@ -44,6 +44,7 @@ for _ in range(200):
 
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nothing"}}}
+NO_BACKEND = {"name": "a", "schema": {"type": "object", "patternProperties": {"^a": {"type": "string"}}}}
 COMPLETION, CONVERSATION = ["/v1/completions"], ["/v1/chat/completions"]
 FIELDS: list[tuple[list[str], str, list[Any]]] = [
     (TEXT, "max_tokens", ["many", -1, 0, 1.5, [], {}, 10**30, float("nan")]),
@@ -61,7 +62,8 @@ FIELDS: list[tuple[list[str], str, list[Any]]] = [
     (TEXT, "stream_options", [{"include_usage": True}, 5, []]),
     (TEXT, "stream_interval", [2**64, 0, "x"]),
     (TEXT, "response_format", [5, [], {}, {"type": "yaml"}, {"type": "json_schema"}, SCHEMA]),
-    (TEXT, "response_format", [{"type": "json_schema", "json_schema": 5}, {"type": "structural_tag"}]),
+    (TEXT, "response_format", [{"type": "json_schema", "json_schema": value} for value in (5, NO_BACKEND)]),
+    (TEXT, "response_format", [{"type": "structural_tag"}]),
     (TEXT, "structured_outputs", [5, True, "x", [], {"choice": []}, {"regex": 5}, {"regex": "a", "choice": ["a"]}]),
     (TEXT, "structured_outputs", [{"regex": "("}, {"grammar": "x"}, {"json": "{"}, {"json": {"type": 5}}]),
     (TEXT, "model", ["no-such-model", "\ud800", 5, [], {}]),
