@@ -142,17 +142,19 @@ def collapse_runs(
     RUN: tl.constexpr, LANES: tl.constexpr, GRAM: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """The collapse of runs of RUN tokens, every `num_programs`-th from number `program` on."""
-    norm = 0.0
-    if norm_ptr is not None:
-        norm = tl.load(norm_ptr + tl.arange(0, D)).to(tl.float32)
-    base = tl.load(base_ptr + tl.arange(0, 4))[:, None]
-    for run in range(program, tl.cdiv(T, RUN), tl.num_programs(0)):
-        first = run * RUN // LANES * LANES
-        rms = inverse_rms(square_ptr, first, TP, BT, norm_eps, 4 * D, SLICES, LANES, GRAM)
-        pre = mixes(part_ptr, first, TP, N, 0, 4, PARTIALS, CHUNK, LANES, WHOLE) * rms[None, :]
-        pre = tl.trans(tl.sigmoid(pre * tl.load(scale_ptr) + base) + hc_eps)
-        for t in range(run * RUN, tl.minimum(run * RUN + RUN, T)):
-            collapse_token(x_ptr, norm, y_ptr, wide_ptr, t, pre, t - first, norm_eps, D, norm_ptr is not None)
+    runs = tl.cdiv(T, RUN)
+    if program < runs:
+        norm = 0.0
+        if norm_ptr is not None:
+            norm = tl.load(norm_ptr + tl.arange(0, D)).to(tl.float32)
+        base = tl.load(base_ptr + tl.arange(0, 4))[:, None]
+        for run in range(program, runs, tl.num_programs(0)):
+            first = run * RUN // LANES * LANES
+            rms = inverse_rms(square_ptr, first, TP, BT, norm_eps, 4 * D, SLICES, LANES, GRAM)
+            pre = mixes(part_ptr, first, TP, N, 0, 4, PARTIALS, CHUNK, LANES, WHOLE) * rms[None, :]
+            pre = tl.trans(tl.sigmoid(pre * tl.load(scale_ptr) + base) + hc_eps)
+            for t in range(run * RUN, tl.minimum(run * RUN + RUN, T)):
+                collapse_token(x_ptr, norm, y_ptr, wide_ptr, t, pre, t - first, norm_eps, D, norm_ptr is not None)
 
 
 def parts_of(dtype: torch.dtype) -> int:

@@ -9,7 +9,7 @@
 Two kernels: the mixing product (`_hc.py`) and this file's finish. x, y bf16 or fp32 [T, 4, D] and [T, D]; fn as parts
 in x's dtype; scale, base, post, comb fp32. Everything is fp32; y is rounded once to x's dtype before the norm and
 once after. Finish: vector cores, two loops that share nothing, so that for few tokens they run side by side on
-different cores: post and comb of groups of 16 to 64 tokens, as tiles [4, 4, group] or, where chains of operations stay
+different cores: post and comb of groups of 8 to 64 tokens, as tiles [4, 4, group] or, where chains of operations stay
 in registers, as sixteen vectors; and y of runs of up to 8 tokens, a row of D at a time. UB: about 5 fp32 rows of D, or
 all partial results of a group. Source of the formula: `hc_pre` and `hc_split_sinkhorn` of the official DeepSeek
 inference code; the split of fn in bf16 parts is ours.
@@ -37,9 +37,11 @@ from dsv4_triton.kernels._hc import (
     run_length,
 )
 from dsv4_triton.kernels._lang import extract_slice
+from dsv4_triton.kernels._tiling import next_power_of_2
 
 OP = "hc_pre"
 ROWS = 24
+_MIN_GROUP = 8
 _GROUP_TILE = 32
 _GROUP_REGISTERS = 64
 """Tokens whose coefficients are made together, at most: as a tile, and as vectors of one register each."""
@@ -150,7 +152,7 @@ def _hc_pre_finish_kernel(
         first = group * GROUP
         live = lane < T - first
         rms = inverse_rms(square_ptr, first, TP, BT, norm_eps, 4 * D, SLICES, GROUP, GRAM)
-        mix = mixes(part_ptr, first, TP, 24, 4, 20, PARTIALS, CHUNK, GROUP, WHOLE) * rms[None, :]
+        mix = mixes(part_ptr, first, TP, 24, 4, 20, PARTIALS, CHUNK, GROUP, WHOLE and GROUP == LANES) * rms[None, :]
         post_scale = tl.load(scale_ptr + 1)
         comb_scale = tl.load(scale_ptr + 2)
         if REGISTERS:
@@ -241,6 +243,10 @@ def finish(x: torch.Tensor, mixed: Mixed, parameters: Coefficients, results: Col
     part, squares = mixed
     run = run_length(T, family.vector_cores)
     group = mixed.group(_GROUP_REGISTERS if family.vector_registers else _GROUP_TILE)
+    idle = family.vector_cores - triton.cdiv(T, run)
+    if idle > 0 and not family.vector_registers:
+        # Smaller tiles take less time, as long as every group has a core of its own.
+        group = min(group, max(_MIN_GROUP, next_power_of_2(triton.cdiv(T, idle))))
     items = triton.cdiv(T, run) + triton.cdiv(T, group)
     _hc_pre_finish_kernel[(min(items, family.vector_cores),)](
         x, part, squares, parameters.scale, parameters.base, parameters.norm_weight, results.y, results.wide,
