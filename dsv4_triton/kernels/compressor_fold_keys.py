@@ -8,7 +8,7 @@ The tokens are cut into contiguous shares: closing tokens are every fourth one, 
 programs without work. The main windows of a share are one item and its keys another, all main ones first; with few
 tokens a core has one item, with many one of each kind, which cost differently. Keys never leave the core between fold
 and insert. Grid: one program per vector core at most. UB bytes: those of `compressor_fold` for d = 512,
-and 128 * 128 * 4 for the matrix. Families: all. Source: docs/model.md, sections 5, 6 and 8.
+and up to 128 * 128 * 4 for the matrix. Families: all. Source: docs/model.md, sections 5, 6 and 8.
 """
 
 import torch
@@ -31,6 +31,49 @@ _MANY = 8
 """Tokens a core from which on it takes main windows and keys of one share."""
 
 
+@triton.jit
+def _matrix_rows(hadamard_ptr, row: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr):
+    """ROWS rows of the matrix from `row` on, as one fp32 vector."""
+    return tl.load(hadamard_ptr + row * DIM + tl.arange(0, ROWS * DIM)).to(tl.float32)
+
+
+@triton.jit
+def _load_matrix(hadamard_ptr, DIM: tl.constexpr, FACTORED: tl.constexpr):
+    """The parts of the matrix H that `_times_matrix` needs for features [0, 64), [64, 96) and [96, 128), and at last.
+
+    FACTORED: H is the Kronecker product of H8 and H16, and its row k < 8 is row k of H8, each sign once a column of
+    H16 [16, 8]; its rows l < 16 are H16, once a column of H8. Otherwise: H is [M, M; M, -M], so its upper half and the
+    signs of row 64 are enough.
+    """
+    if FACTORED:
+        first = tl.reshape(_matrix_rows(hadamard_ptr, 0, 4, DIM), (4, 16, 8))
+        a = tl.reshape(_matrix_rows(hadamard_ptr, 4, 2, DIM), (2, 16, 8))
+        b = tl.reshape(_matrix_rows(hadamard_ptr, 6, 2, DIM), (2, 16, 8))
+        return first, a, b, tl.reshape(_matrix_rows(hadamard_ptr, 0, 16, DIM), (16, 8, 16))
+    else:
+        first = tl.reshape(_matrix_rows(hadamard_ptr, 0, 2 * HALF, DIM), (2 * HALF, DIM))
+        a = tl.reshape(_matrix_rows(hadamard_ptr, 0, HALF, DIM), (HALF, DIM))
+        b = tl.reshape(_matrix_rows(hadamard_ptr, HALF, HALF, DIM), (HALF, DIM))
+        return first, a, b, _matrix_rows(hadamard_ptr, 2 * HALF, 1, DIM)
+
+
+@triton.jit
+def _times_matrix(first, a, b, matrix, matrix_a, matrix_b, last, DIM: tl.constexpr, FACTORED: tl.constexpr):
+    """`x H [DIM]` of the features x = [first [1, 64], a [1, 32], b [1, 32]].
+
+    FACTORED: H8 X H16 for x as X [8, 16]: few short operations, for cores where each goes through vector memory.
+    """
+    if FACTORED:
+        turned = tl.sum(matrix * tl.reshape(first, (4, 16))[:, :, None], axis=0)
+        turned += tl.sum(matrix_a * tl.reshape(a, (2, 16))[:, :, None], axis=0)
+        turned += tl.sum(matrix_b * tl.reshape(b, (2, 16))[:, :, None], axis=0)
+        return tl.reshape(tl.sum(last * turned[:, :, None], axis=0), (DIM,))
+    else:
+        second = tl.sum(matrix_a * tl.reshape(a, (HALF,))[:, None], axis=0)
+        second += tl.sum(matrix_b * tl.reshape(b, (HALF,))[:, None], axis=0)
+        return tl.sum(matrix * tl.reshape(first, (2 * HALF,))[:, None], axis=0) + last * second
+
+
 @triton.jit(do_not_specialize=["tokens", "share", "table_stride", "key_table_stride"])
 def _compressor_fold_keys_kernel(
     state_ptr, table_ptr, slots_ptr, weight_ptr, result_ptr, byte_ptr,
@@ -41,17 +84,11 @@ def _compressor_fold_keys_kernel(
     ROWS: tl.constexpr, RESULT_ROWS: tl.constexpr, RESULT_WIDTH: tl.constexpr, RECORD: tl.constexpr,
     FAKE_QUANT: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr,
     KEY_ROWS: tl.constexpr, KEY_STATE_ROWS: tl.constexpr, KEY_CHUNK: tl.constexpr, KEY_DIM: tl.constexpr,
-    FORMAT: tl.constexpr, RATIO: tl.constexpr,
+    FORMAT: tl.constexpr, RATIO: tl.constexpr, FACTORED: tl.constexpr,
 ):  # fmt: skip
     """Item i are the main windows of the `share` tokens from i * share on; after `shares` such items come the keys."""
     dtype: tl.constexpr = hadamard_ptr.dtype.element_ty
-    feature = tl.arange(0, KEY_DIM)[None, :]
-    quarter = tl.arange(0, HALF)[:, None]
-    # H is [M, M; M, -M] with M its upper left quarter, so its upper half and the signs of row 64 are enough.
-    upper = tl.load(hadamard_ptr + tl.arange(0, 2 * HALF)[:, None] * KEY_DIM + feature).to(tl.float32)
-    upper_a = tl.load(hadamard_ptr + quarter * KEY_DIM + feature).to(tl.float32)
-    upper_b = tl.load(hadamard_ptr + (HALF + quarter) * KEY_DIM + feature).to(tl.float32)
-    sign = tl.load(hadamard_ptr + 2 * HALF * KEY_DIM + tl.arange(0, KEY_DIM)).to(tl.float32)
+    matrix, matrix_a, matrix_b, last = _load_matrix(hadamard_ptr, KEY_DIM, FACTORED)
     weight = tl.load(weight_ptr + tl.arange(0, DIM)).to(tl.float32)
     key_weight = tl.load(key_weight_ptr + tl.arange(0, KEY_DIM)).to(tl.float32)
     shares = tl.cdiv(tokens, share)
@@ -80,11 +117,10 @@ def _compressor_fold_keys_kernel(
                         key_state_ptr, table, position, key_block_stride, key_weight, cos_sin_ptr, eps, dtype,
                         KEY_STATE_ROWS, RATIO, 2, KEY_DIM, KEY_CHUNK,
                     )  # fmt: skip
-                    first = tl.reshape(extract_slice(groups, (0, 0), (1, 2 * HALF), (1, 1)), (2 * HALF,))
-                    a = tl.reshape(a, (HALF,)).to(dtype).to(tl.float32)
-                    b = tl.reshape(b, (HALF,)).to(dtype).to(tl.float32)
-                    second = tl.sum(upper_a * a[:, None], axis=0) + tl.sum(upper_b * b[:, None], axis=0)
-                    y = tl.sum(upper * first[:, None], axis=0) + sign * second
+                    first = extract_slice(groups, (0, 0), (1, 2 * HALF), (1, 1))
+                    a = a.to(dtype).to(tl.float32)
+                    b = b.to(dtype).to(tl.float32)
+                    y = _times_matrix(first, a, b, matrix, matrix_a, matrix_b, last, KEY_DIM, FACTORED)
                     y = (y * (KEY_DIM**-0.5)).to(dtype).to(tl.float32)
                     store_key(y, keys_ptr, scales_ptr, slot, key_stride, scale_stride, KEY_ROWS, FORMAT)
 
@@ -144,7 +180,8 @@ def compressor_fold_keys(
     check_filled(OP, key_state=key_state, key_state_table=key_state_table, key_cache=key_cache)
     scales = key_cache if scale_cache is None else scale_cache
     values, as_bytes = record_views(cache)
-    cores = family_of(device.type).vector_cores
+    family = family_of(device.type)
+    cores = family.vector_cores
     share = triton.cdiv(tokens if tokens >= _MANY * cores else 2 * tokens, cores)
     _compressor_fold_keys_kernel[(min(2 * triton.cdiv(tokens, share), cores),)](
         state, state_table, slots, weight, values, as_bytes,
@@ -156,4 +193,5 @@ def compressor_fold_keys(
         FAKE_QUANT=fake_quant, CHUNK=chunk_rows(state.shape[1], RATIO), DIM=HEAD_DIM,
         KEY_ROWS=key_cache.shape[1], KEY_STATE_ROWS=key_state.shape[1],
         KEY_CHUNK=chunk_rows(key_state.shape[1], RATIO), KEY_DIM=KEY_DIM, FORMAT=FORMATS[key_cache.dtype], RATIO=RATIO,
+        FACTORED=not family.vector_registers,
     )  # fmt: skip
