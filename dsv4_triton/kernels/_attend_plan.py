@@ -278,22 +278,27 @@ def _split(family: Family, heads: int, chunk: int, first: int) -> Split:
     )  # fmt: skip
 
 
-def attend_options(family: Family, tiling: Tiling, items: int) -> dict[str, int | bool]:
+def attend_options(family: Family, tiling: Tiling, items: int, heads: int) -> dict[str, int | bool]:
     """The width of a slice of the second product, and the compiler's options.
 
     All features at once are the operand of the first product again, which the compiler then loads once; but it needs
-    all accumulators, and gives up the overlap of one item with the next and so the buffers for that: the compiler lets
-    four items overlap, which gains little where a core has not more.
+    all accumulators, and gives up the overlap of one item with the next and so the buffers for that. The compiler lets
+    four items overlap: little is lost where a core has not more, if each has rows of its own that memory delivers.
     """
-    if tiling.DK == HEAD_DIM and tiling.columns <= limits(family).once_columns and items <= 4 * family.cube_cores:
+    few = family.cube_cores * (4 if heads <= tiling.HEADS else 1)
+    if tiling.DK == HEAD_DIM and tiling.columns <= limits(family).once_columns and items <= few:
         return {"DV": HEAD_DIM, "multibuffer": False, "tile_mix_vector_loop": 1}
     return {"DV": tiling.DV, "tile_mix_vector_loop": 1}
 
 
-def score_splits(split: Split, columns: int, items: int, cores: int) -> int:
-    """Parts of the columns of an item of the scores, so that the busiest core has the fewest tiles."""
-    tiles = columns // split.SCORE_ROWS
-    return min(range(1, tiles + 1), key=lambda n: -(-items * n // cores) * -(-tiles // n))
+def score_tiles(split: Split, columns: int, items: int, cores: int) -> tuple[int, int]:
+    """Rows of a tile of the scores, few enough that every core has something to do; and in how many parts the tiles of
+    an item are divided so that the busiest core has the fewest."""
+    rows = split.SCORE_ROWS
+    while rows > 64 and rows % 32 == 0 and items * (columns // rows) < cores:
+        rows //= 2
+    tiles = columns // rows
+    return rows, min(range(1, tiles + 1), key=lambda n: -(-items * n // cores) * -(-tiles // n))
 
 
 def value_width(split: Split, tokens: int, heads: int, cores: int) -> int:

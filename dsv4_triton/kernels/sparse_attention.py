@@ -40,7 +40,7 @@ from dsv4_triton.kernels._attend_plan import (
     attend_options,
     limits,
     plan,
-    score_splits,
+    score_tiles,
     softmax_heads,
     value_width,
 )
@@ -115,7 +115,7 @@ class _Tokens:
             tokens, heads, self.window_table.stride(0), self.window_cache.stride(0), table.stride(0), rows.stride(0),
             columns, base, base + call.dense, call.window, splits, plan.slots or 1, slot0, self.scale,
             COUNTED=counted, FINAL=not plan.slots, D=HEAD_DIM,
-            **{**asdict(tiling), **attend_options(self.family, tiling, items * splits)},
+            **{**asdict(tiling), **attend_options(self.family, tiling, items * splits, heads)},
         )  # fmt: skip
 
     def split(self, split: Split, plan: Plan, scratch: Scratch) -> None:
@@ -128,10 +128,10 @@ class _Tokens:
         kind = {"SHARED": plan.shared, "COUNTED": counted}
         items = tokens * -(-heads // split.SCORE_HEADS)
         cubes = self.family.cube_cores
-        splits = score_splits(split, plan.gathered, items, cubes)
+        rows, splits = score_tiles(split, plan.gathered, items, cubes)
         _attend_split.scores_kernel[(min(items * splits, cubes),)](
             self.q, scratch.rows, self.token_req, self.positions, n_vis, scratch.scores, tokens, heads, plan.gathered,
-            *bounds, scratch.shared_rows, splits, **kind, RAGGED=heads % split.SCORE_HEADS != 0, ROWS=split.SCORE_ROWS,
+            *bounds, scratch.shared_rows, splits, **kind, RAGGED=heads % split.SCORE_HEADS != 0, ROWS=rows,
             HEADS=split.SCORE_HEADS, D=HEAD_DIM,
         )  # fmt: skip
         slots, final = plan.slots or 1, not plan.slots
