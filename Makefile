@@ -34,7 +34,7 @@ help:
 	@echo "make test     lint and run the whole test suite"
 	@echo "make lint     ruff (rules and format) and mypy        make format   apply ruff's fixes and format"
 	@echo "make pytest   the tests alone (PYTEST_ARGS=...)       make venv     only install into $(VENV)"
-	@echo "make gates    compile every kernel at every shape for every family, without a loss"
+	@echo "make gates    compile every kernel at every shape for every family, and compare with docs/static_report.md"
 	@echo "make clean    remove the demo checkpoint and caches   (Python: $(or $(PYTHON),none found, 3.10 or 3.11 is needed))"
 
 venv: $(STAMP)
@@ -80,6 +80,7 @@ pytest: $(STAMP)
 	@$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
 gates: $(STAMP)
+	@echo "==> every kernel at every shape for every family: minutes when nothing is cached"
 	@$(VENV)/bin/python -m pytest -m gates tests/offline $(PYTEST_ARGS)
 
 format: $(STAMP)

@@ -49,8 +49,7 @@ def _plan_and_copy_kernel(
     for block in range(tl.program_id(0), tl.cdiv(pairs, BS), tl.num_programs(0)):
         first = block * BS
         total = count_chunk(ids_ptr, 0, pairs, E, EB, PAIRS, BS)
-        start = sum_before(total, EB)
-        position = place_block(ids_ptr, first, 0, pairs, start, E, EB, PAIRS, BS)
+        position = place_block(ids_ptr, first, 0, pairs, total, None, E, EB, PAIRS, BS)
         tl.store(positions_ptr + first + lane, position.to(tl.int32), mask=lane < pairs - first)
         for pair in range(first, tl.minimum(first + BS, pairs)):
             here = number == (pair - first).to(tl.float32)
@@ -61,6 +60,7 @@ def _plan_and_copy_kernel(
                 tl.store(row_weights_ptr + row, tl.load(weights_ptr + pair))
         if block == 0:
             height = block_rows.to(tl.float32)
+            start = sum_before(total, EB)
             need = tiles_needed(total, height)
             before = sum_before(need, EB)
             write_tiles(tiles_ptr, num_tiles_ptr, total, start, need, before, capacity, height, EB, BS)

@@ -7,7 +7,7 @@ Everything is counted with comparisons and sums (no atomics, no sort, no host): 
 expert, then each chunk adds up the counts and places its own pairs, and the first one also writes the tiles. Where
 one chunk holds all pairs the counting is part of the second kernel. Counts are fp32, exact below 2^24. No vector that
 is carried by a loop is broadcast to a tile in that loop: ascendnpu-ir 1.2.0 takes megabytes of UB for such a tile on
-A2. Grid: vector cores. UB: about 6 tiles [16, max(EB, CHUNK)].
+A2. Grid: vector cores. UB: about 6 tiles [BLOCK, max(EB, CHUNK)].
 """
 
 import torch
@@ -25,6 +25,8 @@ LANES = tl.constexpr(8)
 """fp32 values of 32 bytes: rows of tiles start at multiples of it."""
 _MIN_CHUNK = 64
 _MAX_CHUNK = 256
+_CHUNK_LANES = 384
+"""Lanes of experts up to which tiles of `_MAX_CHUNK` pairs fit A2's UB beside those of the experts."""
 _MAX_PAIRS = 1 << 24
 
 
@@ -103,16 +105,28 @@ def write_tiles(
 
 @triton.jit
 def place_block(
-    ids_ptr, first, chunk_first, pairs, base, E: tl.constexpr, EB: tl.constexpr, CHUNK: tl.constexpr, BS: tl.constexpr
+    ids_ptr,
+    first,
+    chunk_first,
+    pairs,
+    total,
+    before,
+    E: tl.constexpr,
+    EB: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BS: tl.constexpr,
 ):
-    """Positions [BS] fp32 of the pairs from `first` on, -1 for none: `base [EB]` of their expert, and one for each
-    earlier pair of the same expert from `chunk_first` on, where the chunk of CHUNK pairs begins."""
+    """Positions [BS] fp32 of the pairs from `first` on, -1 for none: the `total [EB]` of lower experts, one for each
+    earlier pair of the same expert from `chunk_first` on, where the chunk of CHUNK pairs begins, and those `before`
+    that chunk ([EB], or None where it is the first)."""
     number = tl.arange(0, EB).to(tl.float32)[None, :]
     distance = tl.arange(0, CHUNK).to(tl.float32)[None, :] - tl.arange(0, BS).to(tl.float32)[:, None]
     ids = _load_ids(ids_ptr, first, pairs, E, BS)
     others = _load_ids(ids_ptr, chunk_first, pairs, E, CHUNK)
     earlier = distance < (first - chunk_first).to(tl.float32)
-    position = tl.sum(tl.where(ids[:, None] == number, base[None, :], 0.0), axis=1)
+    position = tl.sum(tl.where(number < ids[:, None], total[None, :], 0.0), axis=1)
+    if before is not None:
+        position += tl.sum(tl.where(ids[:, None] == number, before[None, :], 0.0), axis=1)
     position += tl.sum(tl.where((ids[:, None] == others[None, :]) & earlier, 1.0, 0.0), axis=1)
     return tl.where(ids >= 0.0, position, -1.0)
 
@@ -146,23 +160,23 @@ def _moe_place_kernel(
                 counts = tl.load(at, mask=(lane < chunks - c)[:, None], other=0.0)
                 total += tl.sum(counts, axis=0)
                 before += tl.sum(tl.where((lane < chunk - c)[:, None], counts, 0.0), axis=0)
-        start = sum_before(total, EB)
-        base = start + before
         for first in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, pairs), BS):
-            position = place_block(ids_ptr, first, chunk * CHUNK, pairs, base, E, EB, CHUNK, BS).to(tl.int32)
+            position = place_block(ids_ptr, first, chunk * CHUNK, pairs, total, before, E, EB, CHUNK, BS).to(tl.int32)
             tl.store(positions_ptr + first + lane, position, mask=lane < pairs - first)
         if chunk == 0:
             height = block_rows.to(tl.float32)
+            start = sum_before(total, EB)
             need = tiles_needed(total, height)
             before = sum_before(need, EB)
-            write_tiles(tiles_ptr, num_tiles_ptr, total, start, need, before, capacity, height, EB, BS)
+            write_tiles(tiles_ptr, num_tiles_ptr, total, start, need, before, capacity, height, EB, BS // 2)
 
 
 def _chunk(pairs: int, block_e: int) -> int:
-    """Pairs per chunk, to balance comparing within a chunk with adding up the chunks' counts; two sizes to compile."""
-    if pairs <= _MAX_CHUNK:
-        return _MIN_CHUNK if pairs <= _MIN_CHUNK else _MAX_CHUNK
-    return _MIN_CHUNK if pairs * block_e <= _MIN_CHUNK**3 else _MAX_CHUNK
+    """Pairs per chunk, to balance comparing within a chunk with adding up the chunks' counts; few sizes to compile."""
+    largest = _MAX_CHUNK if block_e <= _CHUNK_LANES else _MAX_CHUNK // 2
+    if pairs <= largest:
+        return _MIN_CHUNK if pairs <= _MIN_CHUNK else largest
+    return _MIN_CHUNK if pairs * block_e <= _MIN_CHUNK**3 else largest
 
 
 def expert_block(num_experts: int) -> int:

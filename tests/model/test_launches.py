@@ -12,7 +12,7 @@ ATTENTION_LIMIT = 16
 """Bounds of every family: launches of a layer, and of them those between the dense products of a c4 layer."""
 FLASH = {
     ("a2", 16): {"c4": 26, "c128": 21, "window": 18},
-    ("a2", 64): {"c4": 26, "c128": 21, "window": 18},
+    ("a2", 64): {"c4": 28, "c128": 23, "window": 20},
     ("a5", 16): {"c4": 30, "c128": 25, "window": 23},
     ("host", 16): {"c4": 25, "c128": 20, "window": 18},
 }

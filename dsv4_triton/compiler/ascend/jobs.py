@@ -56,11 +56,15 @@ class _Child:
         try:
             outcome = Outcome("done", self.receiver.recv_bytes())
         except (EOFError, OSError):
-            self.process.join()
+            outcome = None
+            # Until it is reaped, nobody else can get the number by which its group is stopped.
+            with suppress(ChildProcessError):
+                os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT)
+        self.stop()
+        if outcome is None:
             code = self.process.exitcode or 0
             ended = signal.Signals(-code).name if code < 0 else f"exit status {code}"
             outcome = Outcome("memory" if code == -signal.SIGKILL else "crash", message=f"ended by {ended}")
-        self.stop()
         return Outcome(outcome.fate, outcome.body, outcome.message, time.monotonic() - self.begin)
 
     def expire(self) -> Outcome:
