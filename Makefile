@@ -11,6 +11,8 @@ DEMO_DIR ?= demo-checkpoint
 DEMO_ARGS ?=
 # Options of pytest, for example PYTEST_ARGS='tests/kernels -x'.
 PYTEST_ARGS ?=
+# Test files that run at once.
+PYTEST_JOBS ?= 2
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.10 python3,$(shell $(name) -c 'import sys; \
 	sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 11))' 2>/dev/null && echo $(name))))
@@ -77,7 +79,7 @@ lint: $(STAMP)
 
 pytest: $(STAMP)
 	@echo "==> tests"
-	@$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	@$(VENV)/bin/python -m pytest -n $(PYTEST_JOBS) --dist loadfile $(PYTEST_ARGS)
 
 gates: $(STAMP)
 	@echo "==> every kernel at every shape for every family: minutes when nothing is cached"
