@@ -222,8 +222,8 @@ its memory planned and its library calls looked up. Nothing ran on a device: `hi
 CANN, and every time is an estimate from exact counts by the model of [cost_model.md](cost_model.md).
 
 A case is `ok` when all its kernels compile without a fallback, read nothing that nothing wrote, call only functions of
-the shipped device library and run no inner loop over single elements; on A2 and A3 they also use both vector cores where
-those share work. On A5 the compiler gives mixed kernels one vector core, which is in the estimate and not in the status.
+the shipped device library and run no inner loop over single elements; on A2 and A3 they also use both vector cores
+where those share work. On A5 the compiler gives mixed kernels one vector core: the estimate has it, the status not.
 Memories are the largest share that a kernel of the case uses. The minimum is the time of the least traffic and the
 least multiply-accumulates of the job; it takes no account of latency, so ratios of small steps are large. What later
 launches of an op read of a plan that its first ones make is really made, on the host. The best public kernel is that of
