@@ -9,10 +9,14 @@ operations stay in registers (A5) each stream is a chain of scalar times row. UB
 operand rows doubled. Source of the formula: `hc_post` of the official DeepSeek inference code.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
+from dsv4_triton.autotune.space import Choices, Key, Space, buffering
 from dsv4_triton.device import Family, family_of
 from dsv4_triton.kernels._checks import FLOATS, check_tensor, output
 from dsv4_triton.kernels._lang import extract_slice
@@ -64,14 +68,30 @@ def _hc_post_kernel(
                 tl.store(out_ptr + row * 4 + k * D + column, mixed.to(out_ptr.dtype.element_ty))
 
 
-def _block(T: int, D: int, family: Family) -> int:
-    """Features of an item: of D's divisors that are multiples of 16, the one with the shortest busiest core."""
-    limit = next(d for d in range(min(D, _MAX_BLOCK), 0, -16) if D % d == 0)
+def _blocks(D: int) -> list[int]:
+    """Features that an item can have: divisors of D that are multiples of 16 and fit, or the smallest of all."""
+    return [d for d in range(16, min(D, _MAX_BLOCK) + 1, 16) if D % d == 0]
+
+
+def _default(family: Family, key: Key) -> dict[str, int | None]:
+    """The block with the shortest busiest core."""
+    T, D = key["tokens"], key["width"]
 
     def busiest(block: int) -> int:
         return triton.cdiv(T * (D // block), family.vector_cores) * (block + _ITEM_FEATURES)
 
-    return min((d for d in range(16, limit + 1, 16) if D % d == 0), key=lambda d: (busiest(d), -d))
+    return {"BD": min(_blocks(D), key=lambda d: (busiest(d), -d)), "multibuffer": None}
+
+
+def _candidates(family: Family, key: Key) -> Choices:
+    return {"BD": [d for d in _blocks(key["width"]) if d >= 128], **buffering(family)}
+
+
+def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:
+    return f"BD {config['BD']} does not divide {key['width']}" if key["width"] % config["BD"] else ""
+
+
+SPACE = Space("hc_post", default=_default, candidates=_candidates, fits=_fits)
 
 
 def hc_post(
@@ -100,7 +120,9 @@ def hc_post(
     if out.data_ptr() == x.data_ptr():
         raise ValueError("hc_post: out must not be x, every new stream reads all old ones")
     family = family_of(x.device.type)
-    block = _block(T, D, family)
-    grid = (min(T * (D // block), family.vector_cores),)
-    _hc_post_kernel[grid](y, x, post, comb, out, T, D=D, BD=block, TILES=not family.vector_registers)
+    config = SPACE(family, tokens=T, width=D, dtype=x.dtype)
+    grid = (min(T * (D // config["BD"]), family.vector_cores),)
+    _hc_post_kernel[grid](
+        y, x, post, comb, out, T, D=D, BD=config["BD"], TILES=not family.vector_registers, **config.options
+    )
     return out

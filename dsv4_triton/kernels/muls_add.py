@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4_triton.device import family_of
+from dsv4_triton.autotune.space import Choices, Key, Space, buffering
+from dsv4_triton.device import Family, family_of
 from dsv4_triton.kernels._checks import FLOATS, check_tensor, output
 from dsv4_triton.kernels._tiling import next_power_of_2
 
@@ -28,6 +29,18 @@ def _muls_add_kernel(x_ptr, y_ptr, out_ptr, N, scale, BLOCK: tl.constexpr):
         tl.store(out_ptr + base + lane, (x * scale + y).to(out_ptr.dtype.element_ty), mask=live)
 
 
+def _default(family: Family, key: Key) -> dict[str, int | None]:
+    block = next_power_of_2(triton.cdiv(key["elements"], family.vector_cores))
+    return {"BLOCK": min(_MAX_BLOCK, max(_MIN_BLOCK, block)), "multibuffer": None}
+
+
+def _candidates(family: Family, key: Key) -> Choices:
+    return {"BLOCK": (512, 1024, 2048, 4096, 8192, 16384), **buffering(family)}
+
+
+SPACE = Space("muls_add", default=_default, candidates=_candidates, buckets=("elements",))
+
+
 def muls_add(x: torch.Tensor, y: torch.Tensor, scale: float, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """`x * scale + y` in fp32, rounded once to y's dtype.
 
@@ -39,8 +52,8 @@ def muls_add(x: torch.Tensor, y: torch.Tensor, scale: float, *, out: torch.Tenso
     out = output("muls_add", "out", out, y.shape, y.dtype, y.device)
     if out.numel() == 0:
         return out
-    cores = family_of(x.device.type).vector_cores
-    block = min(_MAX_BLOCK, max(_MIN_BLOCK, next_power_of_2(triton.cdiv(out.numel(), cores))))
-    grid = (min(triton.cdiv(out.numel(), block), cores),)
-    _muls_add_kernel[grid](x, y, out, out.numel(), float(scale), BLOCK=block)
+    family = family_of(x.device.type)
+    config = SPACE(family, elements=out.numel(), x=x.dtype, y=y.dtype)
+    grid = (min(triton.cdiv(out.numel(), config["BLOCK"]), family.vector_cores),)
+    _muls_add_kernel[grid](x, y, out, out.numel(), float(scale), BLOCK=config["BLOCK"], **config.options)
     return out

@@ -1,0 +1,171 @@
+"""Launch parameters of a kernel: what may be chosen, the choice when nobody tuned, and the choice that is used.
+
+Beside a kernel stands one `Space`, and its launcher asks it for the parameters of every launch:
+
+    SPACE = Space("muls_add", default=_default, candidates=_candidates, fits=_fits)
+
+    config = SPACE(family, tokens=n, dtype=x.dtype)
+    _muls_add_kernel[grid](x, y, out, n, BLOCK=config["BLOCK"], **config.options)
+
+The answer is that of a config file (`store`) for these sizes' bucket, else for the next smaller bucket, else the
+computed default. It is found once for each key and from then on read from a dictionary. Names in capitals are constants
+of the kernel or of its launcher, other names are options of the NPU's compiler (`compiler.ascend.options`), where None
+leaves the option out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from dsv4_triton.autotune import store
+from dsv4_triton.device import Family
+
+Key = Mapping[str, Any]
+"""Sizes and dtypes of a launch by name."""
+Choices = Mapping[str, Sequence[Any]]
+"""Values to try, by parameter."""
+
+
+class Config(dict[str, Any]):
+    """Launch parameters by name; `options` are those of them that go to the NPU's compiler."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        super().__init__(values)
+        self.options = {name: v for name, v in values.items() if not name.isupper() and v is not None}
+
+
+def bucket(size: int) -> int:
+    """The smallest power of two that is at least `size`: sizes of one bucket share their parameters."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def readable(value: Any) -> Any:
+    """A value of a key as files have it: numbers, truths and strings as they are, dtypes by their name."""
+    return value if isinstance(value, (int, str)) else str(value).removeprefix("torch.")
+
+
+class Asked(NamedTuple):
+    """One question of a launcher."""
+
+    space: Space
+    family: Family
+    key: dict[str, Any]
+
+
+@dataclass
+class _Trial:
+    configs: Mapping[str, Mapping[str, Any]]
+    asked: list[Asked] = field(default_factory=list)
+
+
+def buffering(family: Family) -> Choices:
+    """Whether local memory is double-buffered: by the compiler's default for the family, or the other way."""
+    return {"multibuffer": (None, family.vector_registers)} if family.arch else {}
+
+
+_trial: _Trial | None = None
+_lock = threading.Lock()
+SPACES: dict[str, Space] = {}
+"""All spaces by name; complete once the kernels are imported."""
+
+
+class Space:
+    """The launch parameters of one kernel, or of several that are chosen together.
+
+    default(family, key): the parameters when nobody tuned.
+    candidates(family, key): values to try for each parameter. Parameters that only change the order of a sum belong in
+        it for NPU families alone: on the host equal rows get equal results whatever the batch.
+    fits(family, key, config): "" or why these parameters cannot work for these sizes: a divisor that is none, memory by
+        arithmetic. Pure and cheap, it decides before anything is compiled and guards what files say.
+    buckets: names of the key's sizes that are looked up by bucket; the other parts of a key must be equal.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        default: Callable[[Family, Key], Mapping[str, Any]],
+        candidates: Callable[[Family, Key], Choices],
+        fits: Callable[[Family, Key, Mapping[str, Any]], str] | None = None,
+        buckets: Sequence[str] = ("tokens",),
+    ):
+        self.name = name
+        self.default = default
+        self.candidates = candidates
+        self.buckets = tuple(buckets)
+        self._fits = fits
+        self._known: dict[tuple[Any, ...], Config] = {}
+        SPACES[name] = self
+
+    def __call__(self, family: Family, **key: Any) -> Config:
+        """The parameters of a launch. The names of the key are always given in the same order."""
+        if _trial is not None:
+            return self._tried(_trial, family, key)
+        at = (family, *key.values())
+        known = self._known.get(at)
+        if known is None:
+            known = self._known[at] = self._found(family, key)
+        return known
+
+    def fits(self, family: Family, key: Key, config: Mapping[str, Any]) -> str:
+        """ "" or why `config` cannot be used for these sizes."""
+        return "" if self._fits is None else self._fits(family, key, config)
+
+    def bucketed(self, key: Key) -> dict[str, Any]:
+        """The key of a file's entry for these sizes."""
+        return {name: bucket(v) if name in self.buckets else readable(v) for name, v in key.items()}
+
+    def configs(self, family: Family, key: Key) -> Iterator[tuple[dict[str, Any], str]]:
+        """Every combination of the candidates with why it cannot be used, or ""."""
+        choices = {name: (value,) for name, value in self.default(family, key).items()}
+        choices |= {name: tuple(values) for name, values in self.candidates(family, key).items()}
+        for values in itertools.product(*choices.values()):
+            config = dict(zip(choices, values))
+            yield config, self.fits(family, key, config)
+
+    def forget(self) -> None:
+        """Look everything up again: config files have changed."""
+        self._known.clear()
+
+    def _found(self, family: Family, key: Key) -> Config:
+        default = dict(self.default(family, key))
+        for at in self._buckets_of(key):
+            config = store.lookup(family.name, self.name, at)
+            if config is not None:
+                usable = config.keys() == default.keys() and not self.fits(family, key, config)
+                return Config(config if usable else default)  # {} is the default too
+        return Config(default)
+
+    def _buckets_of(self, key: Key) -> Iterator[dict[str, Any]]:
+        """The key of the bucket, then those of the next smaller one of each size."""
+        exact = self.bucketed(key)
+        names = [name for name in self.buckets if name in exact]
+        for halved in itertools.product((1, 2), repeat=len(names)):
+            if all(exact[name] >= by for name, by in zip(names, halved)):
+                yield exact | {name: exact[name] // by for name, by in zip(names, halved)}
+
+    def _tried(self, trial: _Trial, family: Family, key: dict[str, Any]) -> Config:
+        trial.asked.append(Asked(self, family, key))
+        return Config({**self.default(family, key), **trial.configs.get(self.name, {})})
+
+
+@contextmanager
+def trial(configs: Mapping[str, Mapping[str, Any]] | None = None) -> Iterator[list[Asked]]:
+    """While active, spaces answer with `configs` by their name, others with their computed default, and no file counts.
+
+    Yields the list of what launchers asked. Holds for all threads of the process; does not nest.
+    """
+    global _trial
+    with _lock:
+        if _trial is not None:
+            raise RuntimeError("a trial is active already")
+        _trial = _Trial(configs or {})
+    try:
+        yield _trial.asked
+    finally:
+        _trial = None

@@ -1,0 +1,205 @@
+"""Config files: what tuning found for a kernel on a device family.
+
+`<folder>/<family>/<kernel>.json`, shipped beside this module; files of the user's folder go before them, entry by
+entry. The user's folder is `DSV4_TRITON_CONFIG_DIR`, else `~/.config/dsv4_triton/configs`. A file that cannot be used
+costs one warning that names it and the field, and its kernel runs with what lies below: the shipped file, or defaults.
+
+    {
+      "schema": 1, "kernel": "muls_add", "family": "a2",
+      "entries": [
+        {"key": {"tokens": 64, "dtype": "bfloat16"},
+         "config": {"BLOCK": 4096, "multibuffer": null},
+         "default": {"BLOCK": 8192, "multibuffer": null},
+         "found": {"kind": "estimate", "microseconds": 2.1, "default_microseconds": 2.4, "case": "muls_add flash/...",
+                   "chip": "Ascend910B2", "date": "2026-01-31", "versions": {"triton-ascend": "3.2.0"}}}
+      ]
+    }
+
+`config` is null where the computed default was the best. Entries are sorted by their keys.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+SHIPPED = Path(__file__).parent / "configs"
+KINDS = ("estimate", "measured")
+
+
+class ConfigWarning(UserWarning):
+    """A config file that is not used."""
+
+
+class ConfigFileError(ValueError):
+    """What is wrong with a config file: the message names the file and the field."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """How an entry was found: `kind` is estimate or measured, times are of the whole op, `chip` that it is for."""
+
+    kind: str
+    microseconds: float
+    default_microseconds: float
+    case: str
+    chip: str
+    date: str
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The parameters for one key. `config` is None where the computed default was the best."""
+
+    key: dict[str, Any]
+    config: dict[str, Any] | None
+    default: dict[str, Any]
+    found: Found
+
+    @property
+    def at(self) -> tuple[tuple[str, Any], ...]:
+        """What equal keys have in common."""
+        return _at(self.key)
+
+
+def _at(key: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted(key.items()))
+
+
+def user_folder() -> Path:
+    """Where `tune` writes and what serving reads before the shipped files."""
+    chosen = os.environ.get("DSV4_TRITON_CONFIG_DIR")
+    if chosen:
+        return Path(chosen)
+    base = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(base) if base else Path.home() / ".config") / "dsv4_triton" / "configs"
+
+
+def folders() -> tuple[Path, ...]:
+    """The folders of config files, the first one first."""
+    return user_folder(), SHIPPED
+
+
+def lookup(family: str, kernel: str, key: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The parameters of exactly this key, {} where those are the computed default, None where there is no entry.
+
+    Files are read at the first question about a kernel.
+    """
+    return _table(family, kernel).get(_at(key))
+
+
+@cache
+def _table(family: str, kernel: str) -> dict[tuple[tuple[str, Any], ...], dict[str, Any]]:
+    found: dict[tuple[tuple[str, Any], ...], dict[str, Any]] = {}
+    for folder in reversed(folders()):
+        try:
+            entries = read(path(folder, family, kernel), family, kernel)
+        except ConfigFileError as error:
+            warnings.warn(f"{error}; its entries are left out", ConfigWarning, stacklevel=2)
+            continue
+        found |= {entry.at: entry.config or {} for entry in entries}
+    return found
+
+
+def forget() -> None:
+    """Read the files again at the next question."""
+    _table.cache_clear()
+
+
+def path(folder: Path, family: str, kernel: str) -> Path:
+    """The file of a kernel."""
+    return folder / family / f"{kernel}.json"
+
+
+def read(file: Path, family: str, kernel: str) -> list[Entry]:
+    """The entries of a file, none where there is no file; `ConfigFileError` for one that cannot be used."""
+    try:
+        content = json.loads(file.read_text())
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise ConfigFileError(f"{file}: cannot be read: {error}") from None
+    return entries_of(content, str(file), {"schema": SCHEMA, "kernel": kernel, "family": family})
+
+
+def entries_of(content: Any, name: str, expected: Mapping[str, Any]) -> list[Entry]:
+    """The entries of a file's content; `expected` are the fields that must have these values."""
+    _need(isinstance(content, dict), name, "the file", "an object", content)
+    for label, value in expected.items():
+        _need(content.get(label) == value, name, label, repr(value), content.get(label))
+    entries = content.get("entries")
+    _need(isinstance(entries, list), name, "entries", "a list", entries)
+    return [_entry(one, name, f"entries[{i}]") for i, one in enumerate(entries)]
+
+
+def _entry(one: Any, name: str, where: str) -> Entry:
+    _need(isinstance(one, dict), name, where, "an object", one)
+    key, config, default, found = (one.get(label) for label in ("key", "config", "default", "found"))
+    _need(isinstance(key, dict) and all(isinstance(v, (int, str)) for v in key.values()), name, f"{where}.key",
+          "an object of numbers and strings", key)  # fmt: skip
+    _need(config is None or _is_config(config), name, f"{where}.config", "null or an object of parameters", config)
+    _need(_is_config(default), name, f"{where}.default", "an object of parameters", default)
+    _need(isinstance(found, dict), name, f"{where}.found", "an object", found)
+    for label in fields(Found):
+        kinds = {"str": str, "float": (int, float)}.get(str(label.type), dict)
+        value = found.get(label.name)
+        _need(isinstance(value, kinds), name, f"{where}.found.{label.name}", f"of type {label.type}", value)  # type: ignore[arg-type]
+    _need(found["kind"] in KINDS, name, f"{where}.found.kind", " or ".join(KINDS), found["kind"])
+    _need(config is None or config.keys() == default.keys(), name, f"{where}.config",
+          f"the parameters {', '.join(default)}", config)  # fmt: skip
+    return Entry(key, config, default, Found(**{label.name: found[label.name] for label in fields(Found)}))
+
+
+def _is_config(value: Any) -> bool:
+    return isinstance(value, dict) and all(v is None or isinstance(v, (int, str)) for v in value.values())
+
+
+def _need(good: bool, name: str, what: str, expected: str, got: Any) -> None:
+    if not good:
+        raise ConfigFileError(f"{name}: {what} is {got!r:.80}, expected {expected}")
+
+
+def write(folder: Path, family: str, kernel: str, entries: Iterable[Entry]) -> Path:
+    """Merge entries into a kernel's file, those of equal keys in place of what is there; the file is replaced whole.
+
+    `ConfigFileError` where the present file cannot be read, OSError where it cannot be written: it then stays as it is.
+    """
+    file = path(folder, family, kernel)
+    merged = {entry.at: entry for entry in read(file, family, kernel)} | {entry.at: entry for entry in entries}
+    content = {"schema": SCHEMA, "kernel": kernel, "family": family}
+    replace_file(file, _text(content, [merged[at] for at in sorted(merged, key=repr)]))
+    forget()
+    return file
+
+
+def _text(content: Mapping[str, Any], entries: Iterable[Entry]) -> str:
+    """One line a field of an entry, so that diffs are small and readable."""
+    head = "".join(f" {json.dumps(name)}: {json.dumps(value)},\n" for name, value in content.items())
+    parts = []
+    for entry in entries:
+        rows = [f"   {json.dumps(name)}: {json.dumps(value)}" for name, value in asdict(entry).items()]
+        parts.append("  {\n" + ",\n".join(rows) + "\n  }")
+    return "{\n" + head + ' "entries": [\n' + ",\n".join(parts) + "\n ]\n}\n"
+
+
+def replace_file(file: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+    try:
+        with os.fdopen(handle, "w") as stream:
+            stream.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, file)
+    except BaseException:
+        os.unlink(temporary)
+        raise
