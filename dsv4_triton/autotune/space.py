@@ -58,9 +58,13 @@ class Asked(NamedTuple):
 
 
 @dataclass
-class _Trial:
+class Trial:
+    """What an active trial answers with, and what was asked of it."""
+
     configs: Mapping[str, Mapping[str, Any]]
+    only: Mapping[str, Any] | None
     asked: list[Asked] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
 
 
 def buffering(family: Family) -> Choices:
@@ -68,7 +72,7 @@ def buffering(family: Family) -> Choices:
     return {"multibuffer": (None, family.vector_registers)} if family.arch else {}
 
 
-_trial: _Trial | None = None
+_trial: Trial | None = None
 _lock = threading.Lock()
 SPACES: dict[str, Space] = {}
 """All spaces by name; complete once the kernels are imported."""
@@ -149,23 +153,34 @@ class Space:
             if all(exact[name] >= by for name, by in zip(names, halved)):
                 yield exact | {name: exact[name] // by for name, by in zip(names, halved)}
 
-    def _tried(self, trial: _Trial, family: Family, key: dict[str, Any]) -> Config:
+    def _tried(self, trial: Trial, family: Family, key: dict[str, Any]) -> Config:
         trial.asked.append(Asked(self, family, key))
-        return Config({**self.default(family, key), **trial.configs.get(self.name, {})})
+        wanted = trial.configs.get(self.name)
+        default = self.default(family, key)
+        if wanted is None or (trial.only is not None and trial.only != self.bucketed(key)):
+            return Config(default)
+        if self.fits(family, key, wanted):
+            return Config(default)
+        trial.used.add(self.name)
+        return Config({**default, **wanted})
 
 
 @contextmanager
-def trial(configs: Mapping[str, Mapping[str, Any]] | None = None) -> Iterator[list[Asked]]:
-    """While active, spaces answer with `configs` by their name, others with their computed default, and no file counts.
+def trial(
+    configs: Mapping[str, Mapping[str, Any]] | None = None, only: Mapping[str, Any] | None = None
+) -> Iterator[Trial]:
+    """While active, spaces answer with `configs` by their name where these fit, others with their computed default, and
+    no file counts; `only` for launches whose bucketed key this is.
 
-    Yields the list of what launchers asked. Holds for all threads of the process; does not nest.
+    Yields what was `asked`, and the names of the spaces whose configuration was `used`. Holds for all threads of the
+    process; does not nest.
     """
     global _trial
     with _lock:
         if _trial is not None:
             raise RuntimeError("a trial is active already")
-        _trial = _Trial(configs or {})
+        active = _trial = Trial(configs or {}, only)
     try:
-        yield _trial.asked
+        yield active
     finally:
         _trial = None

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from math import nan
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +17,24 @@ from dsv4_triton.compiler import host
 from dsv4_triton.compiler.ascend import compile_all
 from dsv4_triton.compiler.ascend.result import CompileResult
 from dsv4_triton.compiler.ascend.tools import tools_for
-from dsv4_triton.compiler.cost import scratch_of
+from dsv4_triton.compiler.cost import arguments_of, count, estimate, scratch_of
+from dsv4_triton.compiler.cost.estimate import Estimate
 from dsv4_triton.compiler.launches import Launch, recording
 from dsv4_triton.device import FAMILIES, Family, acting_as
 
 Progress = Callable[[int, int, str], None]
+
+
+class Cost(NamedTuple):
+    """The estimate of one launch; `known` is false where a count depends on contents that are not there."""
+
+    estimate: Estimate
+    known: bool
+
+    @property
+    def seconds(self) -> float:
+        """Without the launch's start; nan where it is not known."""
+        return self.estimate.seconds if self.known else nan
 
 
 @dataclass(frozen=True)
@@ -36,6 +50,12 @@ class Compiled:
     result: CompileResult
     scratch: frozenset[str] = frozenset()
     unwritten: frozenset[str] = frozenset()
+
+    def cost(self, family: Family) -> Cost:
+        """What the launch is estimated to take on the family that it was compiled for."""
+        assert self.launch is not None and self.result.ok
+        facts = count(self.result.hivm, family, self.launch.grid, arguments_of(self.launch), unwritten=self.unwritten)
+        return Cost(estimate(facts, family, resident=self.scratch), not facts.assumed and not facts.unsupported)
 
 
 def families() -> list[Family]:

@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import astuple, dataclass, fields
 from itertools import groupby
-from math import isnan, nan
+from math import isnan
 
 import torch
 
 from dsv4_triton.bench.registry import Case
 from dsv4_triton.compiler.ascend.jobs import Outcome, run_all
-from dsv4_triton.compiler.cost import arguments_of, count, estimate
 from dsv4_triton.compiler.cost.estimate import minimum_seconds
 from dsv4_triton.device import FAMILIES, Family
 from dsv4_triton.offline import Compiled
@@ -111,11 +110,10 @@ def _line(case: Case, group: Sequence[Compiled], family: Family) -> Line:
         if one.result.facts is not None:
             for memory, size in limits.items():
                 shares[memory] = max(shares[memory], round(100 * one.result.facts.used(memory) / size))
-        facts = count(one.result.hivm, family, one.launch.grid, arguments_of(one.launch), unwritten=one.unwritten)
-        cost = estimate(facts, family, resident=one.scratch)
-        total += nan if facts.assumed or facts.unsupported else cost.seconds
-        if cost.seconds > slowest:
-            slowest, limit = cost.seconds, cost.resource
+        cost = one.cost(family)
+        total += cost.seconds
+        if cost.estimate.seconds > slowest:
+            slowest, limit = cost.estimate.seconds, cost.estimate.resource
     least = minimum_seconds(case.minimum(family), family)
     peer = peer_of(case.op, case.name, family.name)
     public = f"{peer.microseconds:.4g} {peer.name}" + (f", without {peer.less}" if peer.less else "") if peer else ""
