@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from functools import wraps
 from importlib import import_module
 from typing import Any
 
@@ -115,15 +116,45 @@ def _extending(build: Callable[..., Any], architecture: str, extension: str) -> 
     def build_app(args: Any, supported_tasks: Any = None, model_config: Any = None) -> Any:
         app = build(args, supported_tasks, model_config)
         if architecture in (getattr(model_config, "architectures", None) or ()):
-            module, function = extension.split(":")
             try:
-                getattr(import_module(module), function)(app)
+                _named(extension)(app)
             except (ImportError, AttributeError) as error:
                 logger.warning("some malformed requests will be answered with 500: %s", error)
         return app
 
     build_app._dsv4_triton_extended = True  # type: ignore[attr-defined]
     return build_app
+
+
+def check_draft_first(model_type: str, check: str) -> None:
+    """Call `check` ("module:function") with config.json of a checkpoint of `model_type` that is to draft for itself.
+
+    vLLM divides by the number of MTP blocks before it lets an architecture check anything. Without this hook the start
+    still ends there, with a message about a division by zero.
+    """
+    from vllm.config import SpeculativeConfig
+
+    override = getattr(SpeculativeConfig, "hf_config_override", None)
+    if override is None:
+        logger.warning("SpeculativeConfig has no hf_config_override: a missing MTP block is found later")
+        return
+    if hasattr(override, "_dsv4_triton_check"):
+        return
+
+    @wraps(override)
+    def checked(hf_config: Any) -> Any:
+        if hf_config.model_type == model_type:
+            _named(check)(hf_config)
+        return override(hf_config)
+
+    checked._dsv4_triton_check = check  # type: ignore[attr-defined]
+    SpeculativeConfig.hf_config_override = staticmethod(checked)
+
+
+def _named(function: str) -> Callable[..., Any]:
+    """The function under the name "module:function"."""
+    module, name = function.split(":")
+    return getattr(import_module(module), name)
 
 
 def check_first(architecture: str, check: str) -> None:
@@ -145,8 +176,7 @@ def check_first(architecture: str, check: str) -> None:
             @staticmethod
             def verify_and_update_config(vllm_config: Any) -> None:
                 if architecture in (name, *(vllm_config.model_config.architectures or ())):
-                    module, function = check.split(":")
-                    getattr(import_module(module), function)(vllm_config)
+                    _named(check)(vllm_config)
                 upstream.verify_and_update_config(vllm_config)
 
         MODELS_CONFIG_MAP[name] = Checked

@@ -77,7 +77,60 @@ LIMITS = (
     Limit("--model-impl", "model_config.model_impl", ("auto", "vllm"), "this plugin's model class serves DeepSeek-V4"),
     Limit("--attention-backend", "attention_config.backend.name", (None, "CUSTOM"), "its attention is this plugin's"),
     Limit("--enable-lora", "lora_config", (None,), "there are no LoRA layers in this model class"),
-    Limit("--speculative-config", "speculative_config", (None,), "speculative decoding is not supported"),
+    Limit(
+        "method of --speculative-config",
+        "speculative_config.method",
+        (None, "mtp"),
+        "drafts come from the MTP block of the checkpoint",
+    ),
+    Limit(
+        "num_speculative_tokens of --speculative-config",
+        "speculative_config.num_speculative_tokens",
+        (None, 1, 2, 3),
+        "the MTP block was trained to draft one token, and each further one is drafted from its own guess",
+    ),
+    Limit(
+        "quantization of --speculative-config",
+        "speculative_config.quantization",
+        (None,),
+        "only weights in bf16 and fp32 can be loaded so far",
+    ),
+    Limit(
+        "moe_backend of --speculative-config",
+        "speculative_config.moe_backend",
+        (None, "auto"),
+        "the experts are this plugin's Triton kernels",
+    ),
+    Limit(
+        "attention_backend of --speculative-config",
+        "speculative_config.attention_backend.name",
+        (None, "CUSTOM"),
+        "its attention is this plugin's",
+    ),
+    Limit(
+        "kv_cache_dtype of --speculative-config",
+        "speculative_config.kv_cache_dtype",
+        (None, "auto"),
+        "the MTP block keeps its rows as the model does",
+    ),
+    Limit(
+        "rejection_sample_method of --speculative-config",
+        "speculative_config.rejection_sample_method",
+        (None, "standard"),
+        "the model runner that serves DeepSeek-V4 has no other",
+    ),
+    Limit(
+        "parallel_drafting of --speculative-config",
+        "speculative_config.parallel_drafting",
+        (None, False),
+        "the MTP block drafts one token after the other",
+    ),
+    Limit(
+        "use_local_argmax_reduction of --speculative-config",
+        "speculative_config.use_local_argmax_reduction",
+        (None, False),
+        "drafts are chosen from whole logits",
+    ),
     Limit(
         "--enable-prompt-embeds",
         "model_config.enable_prompt_embeds",
@@ -192,16 +245,47 @@ EXTRAS = (
 )
 
 
+def check_draft(hf_config: Any) -> None:
+    """ConfigError for a checkpoint without the one MTP block that drafts come from."""
+    blocks = getattr(hf_config, "num_nextn_predict_layers", None) or 0
+    what = None
+    if getattr(hf_config, "dspark_block_size", None):
+        what = "has DSpark stages (dspark_block_size of config.json) in place of an MTP block"
+    elif blocks != 1:
+        what = f"has {blocks or 'no'} MTP blocks (num_nextn_predict_layers of config.json), one can be served"
+    if what:
+        raise ConfigError(f"--speculative-config asks for MTP, but the checkpoint {what}; leave it out")
+
+
 def check(vllm_config: VllmConfig) -> None:
     """ConfigError for a checkpoint or an option that cannot be served, as far as that shows without a device."""
     for part in (*LIMITS, *EXTRAS):
         part.check(vllm_config)
+    _check_speculation(vllm_config)
     Options.of(vllm_config.additional_config)
     model = ModelSettings.of(vllm_config.model_config.hf_config)
     shards = vllm_config.parallel_config.tensor_parallel_size
     for name, size in (("o_groups", model.o_groups), ("moe_intermediate_size", model.moe_intermediate)):
         if size % shards:
             raise ConfigError(f"--tensor-parallel-size is {shards}, it must divide {name} of config.json ({size})")
+
+
+def _check_speculation(vllm_config: VllmConfig) -> None:
+    speculation = vllm_config.speculative_config
+    if speculation is None:
+        return
+    check_draft(vllm_config.model_config.hf_config)
+    model, shards = vllm_config.model_config.model, vllm_config.parallel_config.tensor_parallel_size
+    if speculation.model != model:
+        raise ConfigError(
+            f"model of --speculative-config is {speculation.model}: drafts come from the served checkpoint's own MTP "
+            f"block; leave it out"
+        )
+    if speculation.draft_tensor_parallel_size != shards:
+        raise ConfigError(
+            f"draft_tensor_parallel_size of --speculative-config is {speculation.draft_tensor_parallel_size}: the MTP "
+            f"block is divided as the model is; leave it out or make it {shards}"
+        )
 
 
 def _read(vllm_config: VllmConfig, field: str) -> Any:

@@ -110,5 +110,6 @@ class DsaMetadataBuilder(AttentionMetadataBuilder[CacheMetadata]):
         return self._planner.plan(common_attn_metadata, self._rows_per_block, self._ratio, again=False)
 
     def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> CacheMetadata:
-        """Drafting changes the batch tensors in place between its steps."""
-        return self._planner.plan(common_attn_metadata, self._rows_per_block, self._ratio, again=True)
+        """Drafting begins with the batch of the target's step and changes its tensors in place between its steps."""
+        again = draft_index > 0
+        return self._planner.plan(common_attn_metadata, self._rows_per_block, self._ratio, again=again)

@@ -9,9 +9,14 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
+MODEL_TYPE = "deepseek_v4"
 MODEL_CLASS = "dsv4_triton.model.causal_lm:TritonDeepseekV4ForCausalLM"
+DRAFT_ARCHITECTURE = "DeepSeekV4MTPModel"
+"""What vLLM calls the MTP block of a DeepSeek-V4 checkpoint."""
+DRAFT_CLASS = "dsv4_triton.model.mtp:DeepSeekV4MTPModel"
 BACKEND_CLASS = "dsv4_triton.backend.attention_backend.TritonDsaBackend"
 CONFIG_CHECK = "dsv4_triton.backend.limits:check"
+DRAFT_CHECK = "dsv4_triton.backend.limits:check_draft"
 API_EXTENSION = "dsv4_triton.backend.api_server:answer_client_errors"
 HOST_PLATFORM_CLASS = "dsv4_triton.backend.platform_cpu.HostPlatform"
 
@@ -20,14 +25,16 @@ _probing_platforms = False
 
 
 def register() -> None:
-    """Register with vLLM the model class, the attention backend `CUSTOM`, and what checks options and requests."""
+    """Register with vLLM the model classes, the attention backend `CUSTOM`, and what checks options and requests."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from dsv4_triton.backend.compat import check_first, extend_api_server, pin_model
+    from dsv4_triton.backend.compat import check_draft_first, check_first, extend_api_server, pin_model
 
     pin_model(ARCHITECTURE, MODEL_CLASS)
+    pin_model(DRAFT_ARCHITECTURE, DRAFT_CLASS)
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND_CLASS)
     check_first(ARCHITECTURE, CONFIG_CHECK)
+    check_draft_first(MODEL_TYPE, DRAFT_CHECK)
     extend_api_server(ARCHITECTURE, API_EXTENSION)
 
 

@@ -37,4 +37,5 @@ class HostWorker(CPUWorker):
     determine_available_memory = _as_family(CPUWorker.determine_available_memory)
     compile_or_warm_up_model = _as_family(CPUWorker.compile_or_warm_up_model)
     execute_model = _as_family(CPUWorker.execute_model)
+    sample_tokens = _as_family(CPUWorker.sample_tokens)
     execute_dummy_batch = _as_family(CPUWorker.execute_dummy_batch)

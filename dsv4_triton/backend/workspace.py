@@ -53,12 +53,18 @@ def indexer_workspace(tokens: int, entries: int, k: int) -> int:
     return need
 
 
-def step_workspace(serving: Serving, dtype: torch.dtype, *, tokens: int, context: int, shards: int = 1) -> int:
-    """Bytes that suffice for every step of up to `tokens` tokens whose sequences are up to `context` long."""
-    return max(_needs(serving, dtype, tokens, context, shards))
+def step_workspace(
+    serving: Serving, dtype: torch.dtype, *, tokens: int, context: int, shards: int = 1, drafts: bool = False
+) -> int:
+    """Bytes that suffice for every step of up to `tokens` tokens whose sequences are up to `context` long; with
+    `drafts` also for the layer of the MTP block."""
+    ratios = {*serving.model.ratios, 0} if drafts else set(serving.model.ratios)
+    return max(_needs(serving, dtype, tokens, context, shards, ratios))
 
 
-def _needs(serving: Serving, dtype: torch.dtype, tokens: int, context: int, shards: int) -> Iterator[int]:
+def _needs(
+    serving: Serving, dtype: torch.dtype, tokens: int, context: int, shards: int, ratios: set[int]
+) -> Iterator[int]:
     model, layout, family = serving.model, serving.layout, serving.choices.family
     yield hc_post_pre_workspace(tokens, model.hidden, dtype, family)
     yield hc_head_workspace(tokens, dtype, family)
@@ -67,7 +73,7 @@ def _needs(serving: Serving, dtype: torch.dtype, tokens: int, context: int, shar
     )
     if serving.choices.o_proj_format == "mxfp8":
         yield o_proj_workspace(tokens, model.o_groups // shards, model.heads // model.o_groups * HEAD_DIM)
-    for ratio in set(model.ratios):
+    for ratio in ratios:
         entries = context // ratio if ratio else 0
         selects = ratio == 4 and entries > model.index_topk
         yield sparse_attention_workspace(

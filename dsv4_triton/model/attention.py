@@ -6,6 +6,8 @@ compressor and the indexer are replicated.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import nn
 from vllm.config import VllmConfig
@@ -39,6 +41,14 @@ def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 def permuted(store: Store, dim: int, axis: int = 0) -> Store:
     """`store` behind the permutation of heads of `dim` features along `axis` to half layout."""
     return lambda tensor: store(half_layout(tensor, dim, axis))
+
+
+class Shared(NamedTuple):
+    """What all layers of a model use together, those of the MTP block included."""
+
+    planner: StepPlanner
+    workspace: Workspace
+    tables: RopeTables
 
 
 class Compressor(nn.Module):
@@ -105,9 +115,7 @@ class Attention(nn.Module):
         vllm_config: VllmConfig,
         serving: Serving,
         ratio: int,
-        planner: StepPlanner,
-        workspace: Workspace,
-        tables: RopeTables,
+        shared: Shared,
         prefix: str,
     ) -> None:
         super().__init__()
@@ -128,8 +136,9 @@ class Attention(nn.Module):
         self.eps = settings.rms_eps
         self.scale = HEAD_DIM**-0.5
         self.fake_quant = choices.kv_fake_quant
-        self.workspace = workspace
-        self.caches = LayerCaches(vllm_config, prefix, ratio, serving.layout, planner)
+        self.shared = shared
+        self.workspace = shared.workspace
+        self.caches = LayerCaches(vllm_config, prefix, ratio, serving.layout, shared.planner)
 
         self.wq_a_wkv = MergedColumnParallelLinear(
             settings.hidden,
@@ -161,7 +170,7 @@ class Attention(nn.Module):
         self.indexer = Indexer(settings, dtype, f"{prefix}.indexer") if ratio == 4 else None
         self.wide_rows = self._wide_rows(f"{prefix}.wide_rows")
         base, yarn = (settings.compress_rope_theta, settings.yarn) if ratio else (settings.rope_theta, None)
-        self.register_buffer("cos_sin", tables.table(base, yarn), persistent=False)
+        self.register_buffer("cos_sin", shared.tables.table(base, yarn), persistent=False)
 
     def _wide_rows(self, prefix: str) -> MergedColumnParallelLinear | None:
         """The fp32 projections of a token in one product: [u | g] of the main compressor, [u | g] of the indexer's,

@@ -17,42 +17,53 @@ from dsv4_triton.backend.metadata import StepPlanner
 from dsv4_triton.backend.serving import Serving
 from dsv4_triton.backend.workspace import Workspace, step_workspace
 from dsv4_triton.config import HC_MULT
-from dsv4_triton.kernels.hc_head import hc_head
-from dsv4_triton.model.layer import DecoderLayer, HcParameters, Pending
-from dsv4_triton.model.loader import Slot, into_layer, load_strict, prefixed
+from dsv4_triton.model.attention import Shared
+from dsv4_triton.model.layer import DecoderLayer, HcHead, Pending
+from dsv4_triton.model.loader import DRAFT_PREFIX, Slot, into_layer, load_strict, prefixed
 from dsv4_triton.model.rope import RopeTables
 
 logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's logger, so that its handlers print it
 
 
 class DeepseekV4Model(nn.Module):
-    """Token ids -> hidden states after the mHC head and the last norm."""
+    """Token ids -> hidden states after the mHC head and the last norm.
+
+    `streams` [max tokens, 4, D], where there is speculation, holds the last step's streams before the head.
+    """
+
+    streams: torch.Tensor | None
 
     def __init__(self, vllm_config: VllmConfig, serving: Serving, prefix: str) -> None:
         super().__init__()
         self.settings = settings = serving.model
         model_config = vllm_config.model_config
         tokens, device = vllm_config.scheduler_config.max_num_batched_tokens, vllm_config.device_config.device
-        planner = StepPlanner(tokens, torch.device(device))
-        self.workspace = Workspace(
+        drafts = vllm_config.speculative_config is not None
+        workspace = Workspace(
             step_workspace(
                 serving,
                 model_config.dtype,
                 tokens=tokens,
                 context=model_config.max_model_len,
                 shards=get_tensor_model_parallel_world_size(),
+                drafts=drafts,
             ),
             device,
         )
-        tables = RopeTables(model_config.max_model_len)
+        self.workspace = workspace
+        planner = StepPlanner(tokens, torch.device(device))
+        shared = Shared(planner, workspace, RopeTables(model_config.max_model_len))
         self.embed_tokens: nn.Module = VocabParallelEmbedding(
             settings.vocab, settings.hidden, prefix=f"{prefix}.embed_tokens"
         )
         self.layers = nn.ModuleList(
-            DecoderLayer(vllm_config, serving, index, planner, self.workspace, tables, f"{prefix}.layers.{index}")
+            DecoderLayer(vllm_config, serving, index, shared, f"{prefix}.layers.{index}")
             for index in range(settings.layers)
         )
-        self.hc_head = HcParameters(settings.hidden, HC_MULT, 1, model_config.dtype)
+        self.hc_head = HcHead(settings, model_config.dtype, workspace)
+        # What the MTP block reads of a step; it stands at one address, and only where there is such a block.
+        streams = torch.empty(tokens, HC_MULT, settings.hidden, dtype=model_config.dtype) if drafts else None
+        self.register_buffer("streams", streams, persistent=False)
 
     def forward(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
         if inputs_embeds is None:
@@ -60,16 +71,8 @@ class DeepseekV4Model(nn.Module):
         state: torch.Tensor | Pending = inputs_embeds[:, None].repeat(1, HC_MULT, 1)
         for layer in self.layers:
             state = layer(state, input_ids)
-        return hc_head(
-            state.written() if isinstance(state, Pending) else state,
-            self.hc_head.fn_parts,
-            self.hc_head.scale,
-            self.hc_head.base,
-            norm_eps=self.settings.rms_eps,
-            hc_eps=self.settings.hc_eps,
-            norm_weight=self.hc_head.norm,
-            workspace=self.workspace.memory,
-        )
+        assert isinstance(state, Pending)
+        return self.hc_head(state.written(None if self.streams is None else self.streams[: len(inputs_embeds)]))
 
     def slots(self) -> dict[str, Slot]:
         s = self.settings
@@ -112,6 +115,10 @@ class TritonDeepseekV4ForCausalLM(nn.Module):
         """Hidden states [T, D]. Positions come from the attention metadata, which every layer shares."""
         return self.model(input_ids, inputs_embeds)
 
+    def get_mtp_target_hidden_states(self) -> torch.Tensor | None:
+        """vLLM's question what its drafter reads: the last step's streams before the head, [max tokens, 4 D]."""
+        return None if self.model.streams is None else self.model.streams.flatten(1)
+
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         return self.logits_processor(self.lm_head, hidden_states.float())
 
@@ -121,5 +128,5 @@ class TritonDeepseekV4ForCausalLM(nn.Module):
         return {**self.model.slots(), "head.weight": head}
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        load_strict(weights, self.slots())
+        load_strict(weights, self.slots(), skipped=DRAFT_PREFIX)
         return {name for name, _ in self.named_parameters()}

@@ -8,17 +8,16 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 
-from dsv4_triton.backend.metadata import StepPlanner
 from dsv4_triton.backend.serving import Serving
 from dsv4_triton.backend.workspace import Workspace
-from dsv4_triton.config import HC_MULT
+from dsv4_triton.config import HC_MULT, ModelSettings
+from dsv4_triton.kernels.hc_head import hc_head
 from dsv4_triton.kernels.hc_post import hc_post
 from dsv4_triton.kernels.hc_post_pre import hc_post_pre
 from dsv4_triton.kernels.hc_pre import hc_pre, split_fn
-from dsv4_triton.model.attention import Attention, parameter
+from dsv4_triton.model.attention import Attention, Shared, parameter
 from dsv4_triton.model.loader import Slot, copy_into, prefixed
 from dsv4_triton.model.moe import MoE
-from dsv4_triton.model.rope import RopeTables
 
 
 class HcParameters(nn.Module):
@@ -45,6 +44,28 @@ class HcParameters(nn.Module):
         }
 
 
+class HcHead(HcParameters):
+    """The collapse of the streams after the last layer, and the norm behind it."""
+
+    def __init__(self, settings: ModelSettings, dtype: torch.dtype, workspace: Workspace) -> None:
+        super().__init__(settings.hidden, HC_MULT, 1, dtype)
+        self.settings = settings
+        self.workspace = workspace
+
+    def forward(self, streams: torch.Tensor) -> torch.Tensor:
+        """[T, D] of `streams` [T, 4, D]."""
+        return hc_head(
+            streams,
+            self.fn_parts,
+            self.scale,
+            self.base,
+            norm_eps=self.settings.rms_eps,
+            hc_eps=self.settings.hc_eps,
+            norm_weight=self.norm,
+            workspace=self.workspace.memory,
+        )
+
+
 class Pending(NamedTuple):
     """A sub-layer's output [T, D] that is still to be written into the streams [T, 4, D], and how: `hc_post`.
 
@@ -56,9 +77,9 @@ class Pending(NamedTuple):
     post: torch.Tensor
     comb: torch.Tensor
 
-    def written(self) -> torch.Tensor:
-        """The streams with the output in them."""
-        return hc_post(self.output, self.streams, self.post, self.comb)
+    def written(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The streams with the output in them; `out` [T, 4, D] takes them."""
+        return hc_post(self.output, self.streams, self.post, self.comb, out=out)
 
 
 class Collapse(NamedTuple):
@@ -83,18 +104,15 @@ class DecoderLayer(nn.Module):
         vllm_config: VllmConfig,
         serving: Serving,
         index: int,
-        planner: StepPlanner,
-        workspace: Workspace,
-        tables: RopeTables,
+        shared: Shared,
         prefix: str,
     ) -> None:
         super().__init__()
         dtype = vllm_config.model_config.dtype
         self.settings = settings = serving.model
-        self.workspace = workspace
-        ratio = settings.ratio(index)
-        self.attn = Attention(vllm_config, serving, ratio, planner, workspace, tables, f"{prefix}.attn")
-        self.ffn = MoE(settings, dtype, settings.is_hashed(index), workspace, f"{prefix}.ffn")
+        self.workspace = shared.workspace
+        self.attn = Attention(vllm_config, serving, settings.ratio(index), shared, f"{prefix}.attn")
+        self.ffn = MoE(settings, dtype, settings.is_hashed(index), shared.workspace, f"{prefix}.ffn")
         rows = (2 + HC_MULT) * HC_MULT
         self.hc_attn = HcParameters(settings.hidden, rows, 3, dtype)
         self.hc_ffn = HcParameters(settings.hidden, rows, 3, dtype)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-SKIPPED_PREFIX = "mtp."
-"""Tensors of the draft module, which a model without speculative decoding does not hold."""
+DRAFT_PREFIX = "mtp."
+"""Tensors of the draft module, which the model itself does not hold."""
 _NAMES_SHOWN = 8
 
 
@@ -59,15 +59,17 @@ def prefixed(prefix: str, slots: Mapping[str, Slot]) -> dict[str, Slot]:
     return {f"{prefix}.{name}": slot for name, slot in slots.items()}
 
 
-def load_strict(weights: Iterable[tuple[str, torch.Tensor]], slots: Mapping[str, Slot]) -> None:
-    """Store each tensor of `weights` in its slot.
+def load_strict(
+    weights: Iterable[tuple[str, torch.Tensor]], slots: Mapping[str, Slot], skipped: str | tuple[str, ...] = ()
+) -> None:
+    """Store each tensor of `weights` in its slot, but those whose names start with (one of) `skipped`.
 
     Raises CheckpointError for a tensor without a slot, of another shape or kind of dtype or given twice, and for slots
     that got none. Everything that can be checked is checked before the tensor is stored.
     """
     missing = dict.fromkeys(slots)
     for name, tensor in weights:
-        if name.startswith(SKIPPED_PREFIX):
+        if name.startswith(skipped):
             continue
         slot = slots.get(name)
         if slot is None:
