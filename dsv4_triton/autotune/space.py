@@ -72,6 +72,13 @@ def buffering(family: Family) -> Choices:
     return {"multibuffer": (None, family.vector_registers)} if family.arch else {}
 
 
+def products(family: Family) -> Choices:
+    """For kernels that are matrix products alone: which buffers are doubled, and synchronisation by unit flags."""
+    if not family.arch:
+        return {}
+    return {**buffering(family), "limit_auto_multi_buffer_of_local_buffer": (None, "no-l0c"), "unit_flag": (None, True)}
+
+
 _trial: Trial | None = None
 _lock = threading.Lock()
 SPACES: dict[str, Space] = {}

@@ -37,7 +37,8 @@ class _Child:
         context = multiprocessing.get_context("fork")
         self.receiver, sender = context.Pipe(duplex=False)
         with guard:
-            self.process = context.Process(target=_run, args=(work, sender), daemon=True)
+            # Not a daemon, which could not have such processes of its own.
+            self.process = context.Process(target=_run, args=(work, sender), daemon=False)
             self.process.start()
         with suppress(OSError):  # the child does it too: whoever is first
             os.setpgid(self._pid, self._pid)

@@ -1,0 +1,164 @@
+"""What is tuned, and in which order configurations are tried."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dsv4_triton import offline
+from dsv4_triton.autotune.space import Space, trial
+from dsv4_triton.autotune.trials import Target, Verdict
+from dsv4_triton.bench.registry import Case, select
+from dsv4_triton.compiler.launches import recording
+from dsv4_triton.device import HOST, Family
+
+GAIN = 1.01
+"""A configuration wins that is faster than the default by more than this factor."""
+FULL = 24
+"""Up to so many configurations are all tried; of more, one parameter is varied at a time."""
+ROUNDS = 2
+CHECK_BYTES = 3 << 29
+"""Arguments of a case that a winner is held to the reference with."""
+
+
+class OutOfTimeError(Exception):
+    """The time for the whole run is used up."""
+
+
+@dataclass
+class Found:
+    """What trying one target gave. `verdicts` are in the order of trying, the default's first; `dropped` configurations
+    cannot fit by arithmetic, `space` is how many there are."""
+
+    target: Target
+    verdicts: list[Verdict] = field(default_factory=list)
+    winner: Verdict | None = None
+    space: int = 0
+    dropped: int = 0
+
+    @property
+    def default(self) -> Verdict:
+        return self.verdicts[0]
+
+    @property
+    def gain(self) -> float:
+        """How many times faster than the default the winner is."""
+        if self.winner is None or not self.default.ok:
+            return 1.0
+        return self.default.microseconds / self.winner.microseconds
+
+    def reject(self, verdict: Verdict) -> None:
+        """Put the verdict of a later gate in place of that of an earlier one."""
+        self.verdicts = [verdict if one.config == verdict.config else one for one in self.verdicts]
+
+    def ranked(self) -> list[Verdict]:
+        """What is better than the default by enough, the best first."""
+        good = [one for one in self.verdicts if one.ok and one.config != self.default.config]
+        if self.default.ok:
+            good = [one for one in good if one.microseconds * GAIN < self.default.microseconds]
+        return sorted(good, key=lambda one: (one.microseconds, one.effort))
+
+
+def targets(cases: Sequence[Case], family: Family, progress: Callable[[int, int, str], None]) -> list[Target]:
+    """Every kernel at every bucket of sizes that the cases ask for; each once, with the case of the kernel's own op if
+    there is one, else with the first."""
+    found: dict[str, Target] = {}
+    cases = [case for case in cases if case.runs_on(family)]
+    for number, case in enumerate(cases):
+        progress(number, len(cases), f"asking {case}")
+        for space, _, key in asked(case, family):
+            target = Target(space, family, key, case)
+            present = found.get(target.name)
+            if present is None or (present.case.op != space.name and case.op == space.name):
+                found[target.name] = target
+    return list(found.values())
+
+
+def asked(case: Case, family: Family) -> list[Any]:
+    """What the launchers of a case ask their spaces; nothing runs but the op's planners."""
+    with trial() as tried:
+        if family is HOST:
+            inputs = case.build(family, fill=False)
+            with recording():
+                case.launcher(**inputs.arguments)
+        else:
+            offline.record(case, family)
+    return tried.asked
+
+
+def search(target: Target, seeds: Iterable[Mapping[str, Any]], evaluate: Callable[..., list[Verdict]]) -> Found:
+    """Try the default, then `seeds`, then the space: whole where it is small, else one parameter after the other from
+    the best so far. `evaluate(configs)` gives their verdicts; `OutOfTimeError` of it ends the search, and what is known
+    by then counts."""
+    space, family, key = target.space, target.family, target.key
+    found, seen = Found(target), set[str]()
+
+    def attempt(configs: Iterable[Mapping[str, Any]]) -> None:
+        fresh = []
+        for config in configs:
+            name = json.dumps(config, sort_keys=True)
+            if name not in seen and not space.fits(family, key, config):
+                seen.add(name)
+                fresh.append(dict(config))
+        if fresh:
+            found.verdicts += evaluate(fresh)
+
+    choices = {name: list(values) for name, values in space.candidates(family, key).items()}
+    usable: list[dict[str, Any]] = []
+    for config, problem in space.configs(family, key):
+        found.space += 1
+        found.dropped += bool(problem)
+        if not problem and len(usable) <= FULL:
+            usable.append(config)
+    default = target.default
+    try:
+        attempt([default])
+        attempt(config for config in seeds if config.keys() == default.keys())
+        if found.space - found.dropped <= FULL:
+            attempt(usable)
+        else:
+            for _ in range(ROUNDS):
+                before = len(found.verdicts)
+                for name, values in choices.items():
+                    attempt({**_best(found, default), name: value} for value in values)
+                if len(found.verdicts) == before:
+                    break
+    except OutOfTimeError:
+        if not found.verdicts:
+            raise
+    return found
+
+
+def _best(found: Found, default: dict[str, Any]) -> dict[str, Any]:
+    ranked = found.ranked()
+    return ranked[0].config if ranked else default
+
+
+def check_cases(target: Target) -> Iterator[Case]:
+    """Cases on which a winner is held to the reference, in the order of trying: of the same op, model and kind, with
+    several tokens and the fewest bytes; then those of the demo checkpoint."""
+    case = target.case
+    variants = [other for other in select(kernel=case.op, model=case.model) if other.variant == case.variant]
+    sized = []
+    for other in variants:
+        if other.runs_on(target.family):
+            size = sum(_storage(t) for t in other.build(target.family, fill=False).tensors.values())
+            sized.append((other.step.tokens < 5, size, other.step.tokens, other))
+    yield from (entry[-1] for entry in sorted(sized, key=lambda entry: entry[:3]) if entry[1] <= CHECK_BYTES)
+    yield from (other for other in select(kernel=case.op, model="demo") if other.runs_on(target.family))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.itemsize
+
+
+def spaces_of(found: Iterable[Found]) -> dict[Space, list[Found]]:
+    """Results by kernel, in the order of their names."""
+    groups: dict[Space, list[Found]] = {}
+    for one in sorted(found, key=lambda one: one.target.space.name):
+        groups.setdefault(one.target.space, []).append(one)
+    return groups
