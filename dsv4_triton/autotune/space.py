@@ -15,7 +15,9 @@ leaves the option out.
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import pkgutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -72,6 +74,16 @@ def buffering(family: Family) -> Choices:
     return {"multibuffer": (None, family.vector_registers)} if family.arch else {}
 
 
+MIXED: dict[str, Any] = {"tile_mix_vector_loop": 1, "multibuffer": None, "unit_flag": None}
+"""The default of the options of `mixing`."""
+
+
+def mixing(family: Family) -> Choices:
+    """Options of a kernel on cube and vector cores: its vector loops in 1 tile or 2, double buffers, and whether the
+    cube's stores wait by unit. Of a dozen options these are the ones that change the code of such kernels here."""
+    return {"tile_mix_vector_loop": (1, 2), **buffering(family), "unit_flag": (None, True)} if family.arch else {}
+
+
 def products(family: Family) -> Choices:
     """For kernels that are matrix products alone: which buffers are doubled, and synchronisation by unit flags."""
     if not family.arch:
@@ -81,8 +93,16 @@ def products(family: Family) -> Choices:
 
 _trial: Trial | None = None
 _lock = threading.Lock()
-SPACES: dict[str, Space] = {}
-"""All spaces by name; complete once the kernels are imported."""
+_spaces: dict[str, Space] = {}
+
+
+def spaces() -> dict[str, Space]:
+    """All spaces by name, in alphabetical order. Imports the kernels."""
+    from dsv4_triton import kernels
+
+    for module in pkgutil.iter_modules(kernels.__path__):
+        importlib.import_module(f"{kernels.__name__}.{module.name}")
+    return dict(sorted(_spaces.items()))
 
 
 class Space:
@@ -111,7 +131,7 @@ class Space:
         self.buckets = tuple(buckets)
         self._fits = fits
         self._known: dict[tuple[Any, ...], Config] = {}
-        SPACES[name] = self
+        _spaces[name] = self
 
     def __call__(self, family: Family, **key: Any) -> Config:
         """The parameters of a launch. The names of the key are always given in the same order."""
