@@ -9,21 +9,26 @@ defines: MX elements in blocks of 32, aligned to one power-of-two scale for each
 which the product's result is multiplied with in fp32.
 Grid: persistent; the vector kernels over (token, heads), the product over (group, rank block, token block), token
 blocks innermost so that a weight tile is reused.
-L1: about `dot_copies * (BM + BN) * BK` operands: on A2 and A3 two buffers and the peeled tile; L0C: `BM * BN * 4`
-bytes. UB of the quantisation: about `K * 6` bytes. Families: all; MXFP8 where there is fp8 (A5, host).
+L1: `(BM + BN) * (2 * BK + FIRST)` operands, where the peeled product takes the `FIRST` columns of K that leave whole
+steps of BK; L0C: `BM * BN * 4` bytes. UB of the quantisation: about `K * 6` bytes. Families: all; MXFP8 where there is
+fp8 (A5, host).
 Source: output path of the DeepSeek-V4 reference (unrotated o, per-group einsum); MX operands as in vllm-ascend on A5.
 """
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from dsv4_triton.autotune.space import Choices, Key, Space, buffering, products
 from dsv4_triton.device import Family, UnsupportedDeviceError, family_of
 from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor, output
 from dsv4_triton.kernels._lang import insert_slice
 from dsv4_triton.kernels._mx import BLOCK, block_exponent, elements, row_scale
 from dsv4_triton.kernels._rope import load_cos_sin, rotate
-from dsv4_triton.kernels._tiling import even_block
+from dsv4_triton.kernels._tiling import even_block, next_power_of_2
 from dsv4_triton.kernels._workspace import Part, carve, check_workspace, workspace_bytes
 from dsv4_triton.kernels.rope import ROTARY, rope
 
@@ -115,24 +120,26 @@ def _grouped_product_kernel(
     """
     RANK_BLOCKS: tl.constexpr = (R + BN - 1) // BN
     token_blocks = (T + BM - 1) // BM
+    FIRST: tl.constexpr = (K - 1) % BK + 1
     depth = tl.arange(0, BK)[None, :]
+    first = tl.arange(0, FIRST)[None, :]
     for tile in range(tl.program_id(0), token_blocks * RANK_BLOCKS * G, tl.num_programs(0)):
         first_token = (tile % token_blocks) * BM
         group = tile // token_blocks // RANK_BLOCKS
         first_rank = (tile // token_blocks) % RANK_BLOCKS * BN
         token = tl.arange(0, BM)[:, None]
         rank = tl.arange(0, BN)
-        o_tile = o_ptr + tl.cast(first_token, tl.int64) * (G * K) + group * K + token * (G * K) + depth
-        w_tile = w_ptr + tl.cast(group * R + first_rank, tl.int64) * K + rank[:, None] * K + depth
+        o_tile = o_ptr + tl.cast(first_token, tl.int64) * (G * K) + group * K + token * (G * K)
+        w_tile = w_ptr + tl.cast(group * R + first_rank, tl.int64) * K + rank[:, None] * K
         in_tokens = token < T - first_token
         in_ranks = rank < R - first_rank
-        o = _tile(o_tile, in_tokens, SCALED)
-        w = _tile(w_tile, in_ranks[:, None], SCALED)
+        o = _tile(o_tile + first, in_tokens, SCALED)
+        w = _tile(w_tile + first, in_ranks[:, None], SCALED)
         # The first product is peeled: an accumulator that starts from a product stays on the cube unit.
         acc = tl.dot(o, tl.trans(w), input_precision="ieee")
-        for k in range(BK, K, BK):
-            o = _tile(o_tile + k, in_tokens, SCALED)
-            w = _tile(w_tile + k, in_ranks[:, None], SCALED)
+        for k in range(FIRST, K, BK):
+            o = _tile(o_tile + k + depth, in_tokens, SCALED)
+            w = _tile(w_tile + k + depth, in_ranks[:, None], SCALED)
             acc = tl.dot(o, tl.trans(w), acc, input_precision="ieee")
         if SCALED:
             o_scale = tl.load(o_scale_ptr + group * capacity + first_token + tl.arange(0, BM))
@@ -146,36 +153,67 @@ def _grouped_product_kernel(
         )
 
 
-def token_block(tokens: int) -> int:
-    """Rows of a tile of the product for `tokens` tokens."""
-    return 16 if tokens <= 16 else 64 if tokens <= 64 else 128
-
-
-def tile_sizes(tokens: int, rank: int, family: Family, *, fp8: bool = False) -> tuple[int, int, int]:
-    """`(BM, BN, BK)` for `tokens` rows and `rank` outputs per group; with fp8, BN divides `rank`.
-
-    BK is as long as L1 allows, up to 512 bytes: a transfer costs extra for every row of a tile.
-    """
-    bm = token_block(tokens)
+def _default(family: Family, key: Key) -> dict[str, Any]:
+    """BK is as long as L1 allows, up to 512 bytes: a transfer costs extra for every row of a tile."""
+    tokens, rank, fp8 = key["tokens"], key["rank"], key["fp8"]
+    bm = 16 if tokens <= 16 else 64 if tokens <= 64 else 128
     bn = even_block(rank, 256) if fp8 else min(256, max(16, triton.next_power_of_2(rank)))
     fits = family.dot_copies * (bm + bn) * 512 <= family.l1_bytes
-    return bm, bn, (512 if fits else 256) // (1 if fp8 else 2)
+    bk = (512 if fits else 256) // (1 if fp8 else 2)
+    return {"BM": bm, "BN": bn, "BK": bk, **dict.fromkeys(products(family))}
 
 
-def _capacity(tokens: int) -> int:
-    """Rows of whole tiles for `tokens` tokens."""
-    bm = token_block(tokens)
-    return triton.cdiv(tokens, bm) * bm
+def _candidates(family: Family, key: Key) -> Choices:
+    rows = next_power_of_2(key["tokens"])
+    tiles = {
+        "BM": [b for b in (16, 32, 64, 128, 256) if b == 16 >= rows or rows // 4 <= b <= max(64, rows)],
+        "BN": (64, 128, 192, 256, 352, 512),
+    }
+    if not family.arch:
+        return tiles
+    return {**tiles, "BK": (128, 224, 256, 288, 512), **products(family)}
 
 
-def _scratch(tokens: int, groups: int, width: int) -> list[Part]:
-    rows = _capacity(tokens)
+def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:
+    """Whole tiles with fp8; steps of K in multiples of 16; tiles in L0C, and operands once in L1."""
+    bm, bn, bk = config["BM"], config["BN"], config["BK"]
+    rank, width, fp8 = key["rank"], key["width"], key["fp8"]
+    if bm > _most_rows(key["tokens"]) or (fp8 and bm & (bm - 1)):
+        return f"BM {bm} is no size of a tile for {key['tokens']} tokens"
+    if bn > max(16, next_power_of_2(rank)) or (fp8 and rank % bn):
+        return f"BN {bn} is no size of a tile for {rank} outputs"
+    if bk > width or width % bk % 16:
+        return f"BK {bk} does not cut {width} columns"
+    first = (width - 1) % bk + 1
+    operands = (bm + bn) * (bk + first) * (1 if fp8 else key["dtype"].itemsize)
+    if bm * bn * 4 > family.l0c_bytes or operands > family.l1_bytes:
+        return f"tile {bm} x {bn} x {bk} does not fit L1 and L0C"
+    return ""
+
+
+SPACE = Space(OP, default=_default, candidates=_candidates, fits=_fits)
+QUANTISE = Space(
+    "o_proj_quantise",
+    default=lambda family, key: dict.fromkeys(buffering(family)),
+    candidates=lambda family, key: buffering(family),
+    buckets=("rows",),
+)
+
+
+def _most_rows(tokens: int) -> int:
+    """Rows of the largest tile for `tokens` tokens."""
+    return 16 if tokens <= 16 else min(256, max(64, next_power_of_2(tokens)))
+
+
+def _scratch(rows: int, groups: int, width: int) -> list[Part]:
+    """For whole tiles of together `rows` rows."""
     return [((rows, groups, width), E4M3), ((groups, rows), torch.float32)]
 
 
 def o_proj_workspace(tokens: int, groups: int, width: int) -> int:
     """Bytes that suffice for MXFP8 operands, up to `tokens` tokens and `width` columns a group; others need none."""
-    return workspace_bytes(_scratch(tokens, groups, width))
+    most = _most_rows(tokens)
+    return workspace_bytes(_scratch(triton.cdiv(tokens, most) * most, groups, width))
 
 
 def _quantise(
@@ -185,10 +223,12 @@ def _quantise(
     table of the inverse rotation, if any."""
     rows, width = x.shape
     heads = width // HEAD_DIM
-    grid = (min(rows, family_of(x.device.type).vector_cores),)
-    _quantise_kernel[grid](
+    family = family_of(x.device.type)
+    rotated = angles is not None
+    config = QUANTISE(family, rows=rows, heads=heads, dtype=x.dtype, rotated=rotated)
+    _quantise_kernel[(min(rows, family.vector_cores),)](
         x, elements, scale, *(angles or (scale, scale)), rows, scale.shape[1],
-        GROUPS=groups, HEADS=heads, BH=triton.next_power_of_2(heads), ROTATE=angles is not None,
+        GROUPS=groups, HEADS=heads, BH=triton.next_power_of_2(heads), ROTATE=rotated, **config.options,
     )  # fmt: skip
 
 
@@ -254,19 +294,20 @@ def o_proj(
     if o.numel() == 0 or rank == 0:
         return out
     check_filled(OP, cos_sin=cos_sin)
+    family = family_of(device.type)
+    config = SPACE(family, tokens=tokens, groups=groups, rank=rank, width=width, dtype=o.dtype, fp8=fp8)
+    bm, bn = config["BM"], config["BN"]
+    token_blocks = triton.cdiv(tokens, bm)
     if wo_scale is None:
         rope(o, positions, cos_sin, inverse=True, out=o)
         operand, o_scale, wo_scale, capacity = o, o, wo_a, tokens
     else:
-        operand, o_scale = carve(OP, workspace, device, _scratch(tokens, groups, width))
+        capacity = token_blocks * bm
+        operand, o_scale = carve(OP, workspace, device, _scratch(capacity, groups, width))
         _quantise(o.view(-1, width), operand, o_scale, groups, (positions, cos_sin))
-        capacity = o_scale.shape[1]
-    family = family_of(device.type)
-    bm, bn, bk = tile_sizes(tokens, rank, family, fp8=fp8)
-    tiles = triton.cdiv(tokens, bm) * triton.cdiv(rank, bn) * groups
-    grid = (min(tiles, family.cube_cores),)
+    grid = (min(token_blocks * triton.cdiv(rank, bn) * groups, family.cube_cores),)
     _grouped_product_kernel[grid](
         operand, wo_a, out, o_scale, wo_scale, tokens, capacity,
-        G=groups, R=rank, K=width, BM=bm, BN=bn, BK=bk, SCALED=fp8,
+        G=groups, R=rank, K=width, BM=bm, BN=bn, BK=config["BK"], SCALED=fp8, **config.options,
     )  # fmt: skip
     return out

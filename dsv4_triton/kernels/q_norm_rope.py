@@ -11,11 +11,15 @@ padding token are stored in pieces: otherwise 32 heads do not fit.
 Source: DeepSeek-V4 reference attention (q path); the fp32 rounding follows vLLM's fused kernel.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from dsv4_triton.device import family_of
+from dsv4_triton.autotune.space import Choices, Key, Space
+from dsv4_triton.device import Family, family_of
 from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor, output
 from dsv4_triton.kernels._lang import extract_slice
 from dsv4_triton.kernels._rope import HALF, heads_per_block, load_cos_sin, rotate
@@ -24,13 +28,13 @@ from dsv4_triton.kernels._tiling import next_power_of_2
 OP = "q_norm_rope"
 HEAD_DIM = 512
 ROTARY = 64
-MIN_HEADS_AT_ONCE = 2
+_MIN_HEADS_AT_ONCE = 2
 """Tiles of a single row are refused by the A5 compiler of triton-ascend 3.2.0."""
-MAX_HEADS_PER_BLOCK = 16
-MAX_HEADS_AT_ONCE = 32
+_MAX_HEADS_PER_BLOCK = 16
+_MAX_HEADS_AT_ONCE = 32
 """bf16 heads of a block: in loops with two buffers, and where every core has a single block and needs no second."""
 INDEX_DIM = 128
-MAX_INDEX_HEADS_PER_BLOCK = 64
+_MAX_INDEX_HEADS_PER_BLOCK = 64
 
 
 @triton.jit
@@ -113,10 +117,49 @@ def _q_norm_rope_kernel(
         _rotate_index_heads(index_ptr, positions_ptr, cos_sin_ptr, items, index_items, INDEX_H, INDEX_BH, INDEX_D)
 
 
-def heads_at_once(rows: int, cores: int, element_size: int) -> int:
+def _heads_at_once(rows: int, cores: int, element_size: int) -> int:
     """Heads of a block for `rows` heads of all tokens: a block a core while one can hold that much."""
-    share = max(MIN_HEADS_AT_ONCE, next_power_of_2(triton.cdiv(rows, cores)))
-    return share if share * element_size <= MAX_HEADS_AT_ONCE * 2 else MAX_HEADS_PER_BLOCK * 2 // element_size
+    share = max(_MIN_HEADS_AT_ONCE, next_power_of_2(triton.cdiv(rows, cores)))
+    return share if share * element_size <= _MAX_HEADS_AT_ONCE * 2 else _MAX_HEADS_PER_BLOCK * 2 // element_size
+
+
+def _default(family: Family, key: Key) -> dict[str, int | None]:
+    """BH heads a block, and INDEX_BH of the indexer, which fill the cores that are left."""
+    tokens, heads, index_heads = key["tokens"], key["heads"], key["index_heads"]
+    cores, size = family.vector_cores, key["dtype"].itemsize
+    block = heads_per_block(heads, _heads_at_once(tokens * heads, cores, size))
+    index_block = 1
+    if index_heads:
+        share = next_power_of_2(triton.cdiv(tokens * index_heads, cores - tokens * (heads // block) % cores))
+        share = min(_MAX_INDEX_HEADS_PER_BLOCK, max(_MIN_HEADS_AT_ONCE, share))
+        index_block = heads_per_block(index_heads, share)
+    # A core with a single block has nothing to fill a second buffer with.
+    once = False if block * size > _MAX_HEADS_PER_BLOCK * 2 else None
+    return {"BH": block, "INDEX_BH": index_block, "multibuffer": once}
+
+
+def _candidates(family: Family, key: Key) -> Choices:
+    index_heads = key["index_heads"]
+    blocks = (2, 4, 8, 16, 32)
+    return {
+        "BH": [b for b in blocks if key["heads"] % b == 0],
+        "INDEX_BH": [b for b in (*blocks, 64) if index_heads % b == 0] if index_heads else (1,),
+        **({"multibuffer": (False, True)} if family.arch else {}),
+    }
+
+
+def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:
+    """Blocks divide the heads; what a block reads and two fp32 copies of it."""
+    for name, heads, width in (("BH", key["heads"], HEAD_DIM), ("INDEX_BH", key["index_heads"], ROTARY)):
+        block = config[name]
+        if heads % block:
+            return f"{name} {block} does not divide {heads} heads"
+        if block * width * (key["dtype"].itemsize + 8) > family.ub_bytes:
+            return f"{block} heads of {width} features do not fit"
+    return ""
+
+
+SPACE = Space(OP, default=_default, candidates=_candidates, fits=_fits)
 
 
 def q_norm_rope(
@@ -145,23 +188,15 @@ def q_norm_rope(
     if q.numel() == 0:
         return out
     check_filled(OP, cos_sin=cos_sin)
-    cores = family_of(q.device.type).vector_cores
-    size = q.element_size()
-    block = heads_per_block(heads, heads_at_once(tokens * heads, cores, size))
-    items = tokens * (heads // block)
-    index_block, index_items = 1, 0
-    if index_heads:
-        share = next_power_of_2(triton.cdiv(tokens * index_heads, cores - items % cores))
-        index_block = min(MAX_INDEX_HEADS_PER_BLOCK, max(MIN_HEADS_AT_ONCE, share))
-        index_block = heads_per_block(index_heads, index_block)
-        index_items = tokens * (index_heads // index_block)
-    # A core with a single block has nothing to fill a second buffer with.
-    options = {"multibuffer": False} if block * size > MAX_HEADS_PER_BLOCK * 2 else {}
-    grid = (min(items + index_items, cores),)
+    family = family_of(q.device.type)
+    config = SPACE(family, tokens=tokens, heads=heads, index_heads=index_heads, dtype=q.dtype)
+    block, index_block = config["BH"], config["INDEX_BH"]
+    items, index_items = tokens * (heads // block), tokens * (index_heads // index_block)
+    grid = (min(items + index_items, family.vector_cores),)
     _q_norm_rope_kernel[grid](
         q, out, q if index_q is None else index_q, positions, cos_sin,
         items, index_items, eps,
         H=heads, BH=block, D=HEAD_DIM, INDEX_H=index_heads, INDEX_BH=index_block, INDEX_D=INDEX_DIM,
-        IN_PLACE=out.data_ptr() == q.data_ptr(), **options,
+        IN_PLACE=out.data_ptr() == q.data_ptr(), **config.options,
     )  # fmt: skip
     return out

@@ -7,17 +7,21 @@ Grid: persistent over (token, block of heads). UB on A2 (bf16): about `BH * d * 
 Source: RoPE of the DeepSeek-V4 reference (complex multiplication of GPT-J pairs, conjugate on the attention output).
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from dsv4_triton.device import family_of
+from dsv4_triton.autotune.space import Choices, Key, Space, buffering
+from dsv4_triton.device import Family, family_of
 from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor, output
 from dsv4_triton.kernels._rope import HALF, heads_per_block, load_cos_sin, rotate
 
 OP = "rope"
 ROTARY = 64
-TILE_VALUES = 16384
+_TILE_VALUES = 16384
 """Values of one head block: keeps the copied part within the smallest unified buffer (fp32, double buffered)."""
 
 
@@ -77,6 +81,27 @@ def _rope_kernel(
             tl.store(target + head + column, tl.zeros((BH, BD), dtype), mask=column < D)
 
 
+def _default(family: Family, key: Key) -> dict[str, int | None]:
+    columns = triton.next_power_of_2(key["width"])
+    return {"BH": heads_per_block(key["heads"], max(1, _TILE_VALUES // columns)), **dict.fromkeys(buffering(family))}
+
+
+def _candidates(family: Family, key: Key) -> Choices:
+    return {"BH": [b for b in (2, 4, 8, 16, 32, 64, 128) if key["heads"] % b == 0], **buffering(family)}
+
+
+def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:
+    """BH divides the heads; two fp32 copies of what a block reads."""
+    block, heads = config["BH"], key["heads"]
+    if heads % block:
+        return f"BH {block} does not divide {heads} heads"
+    width = ROTARY if key["in_place"] else key["width"]
+    return "" if block * width * 8 <= family.ub_bytes else f"{block} heads of {width} features do not fit"
+
+
+SPACE = Space(OP, default=_default, candidates=_candidates, fits=_fits)
+
+
 def rope(
     x: torch.Tensor,
     positions: torch.Tensor,
@@ -100,13 +125,15 @@ def rope(
     if x.numel() == 0:
         return out
     check_filled(OP, cos_sin=cos_sin)
-    columns = triton.next_power_of_2(width)
-    block = heads_per_block(heads, max(1, TILE_VALUES // columns))
-    items = tokens * (heads // block)
-    grid = (min(items, family_of(x.device.type).vector_cores),)
-    _rope_kernel[grid](
+    family = family_of(x.device.type)
+    in_place = out.data_ptr() == x.data_ptr()
+    config = SPACE(
+        family, tokens=tokens, heads=heads, width=width, dtype=x.dtype, in_place=in_place, interleaved=interleaved
+    )
+    items = tokens * (heads // config["BH"])
+    _rope_kernel[(min(items, family.vector_cores),)](
         x, out, positions, cos_sin, items,
-        H=heads, BH=block, D=width, BD=columns, INVERSE=inverse, INTERLEAVED=interleaved,
-        IN_PLACE=out.data_ptr() == x.data_ptr(),
+        H=heads, BH=config["BH"], D=width, BD=triton.next_power_of_2(width), INVERSE=inverse, INTERLEAVED=interleaved,
+        IN_PLACE=in_place, **config.options,
     )  # fmt: skip
     return out
