@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import ast
-import os
-import pkgutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Optional, cast
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from dsv4_triton import __version__
+from dsv4_triton.autotune.cli import app as tune_app
+from dsv4_triton.cli_bench import app as bench_app
+from dsv4_triton.console import print_error, progress_bar, refuse_unwritable
 
 if TYPE_CHECKING:
     from dsv4_triton.demo.checkpoint import DemoSettings
@@ -45,6 +40,10 @@ def _version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"dsv4-triton {__version__}")
         raise typer.Exit()
+
+
+app.add_typer(bench_app, name="bench")
+app.add_typer(tune_app, name="tune")
 
 
 @app.callback()
@@ -77,7 +76,7 @@ def doctor(
         try:
             json.write_text(report.as_json())
         except OSError as error:
-            console.print(f"[bold red]error:[/bold red] {error}", highlight=False, soft_wrap=True)
+            print_error(console, error)
             raise typer.Exit(2) from None
     raise typer.Exit(0 if report.can_serve else 1)
 
@@ -146,7 +145,7 @@ def demo(
             raise typer.Exit(130) from None
         if not isinstance(error, (DemoError, OSError)):
             raise
-        console.print(f"[bold red]error:[/bold red] {error}", highlight=False, soft_wrap=True)
+        print_error(console, error)
         status = 2
     raise typer.Exit(status)
 
@@ -237,13 +236,11 @@ def compile_kernels(
     try:
         families = offline.families() if family is None else [offline.family_named(family)]
         cases = offline.choose(kernel or (), model or (), case or ())
-        for target in (json, report):
-            if target is not None and not os.access(target if target.exists() else target.parent, os.W_OK):
-                raise OSError(f"{target} cannot be written")  # known before minutes of work
+        refuse_unwritable((json, report))
         earlier = None if against is None else reports.parse(against.read_text())
         good, found = True, []
         for chosen in families:
-            with _progress(console) as progress:
+            with progress_bar(console) as progress:
                 compiled = offline.compile_cases(cases, chosen, jobs=jobs, seconds=seconds, progress=progress)
                 if report is not None:
                     found += reports.lines(compiled, chosen, jobs=jobs, progress=progress)
@@ -259,49 +256,11 @@ def compile_kernels(
             report.write_text(reports.markdown(found, launches))
         problems = [] if earlier is None else reports.regressions(found, earlier)
     except (ValueError, ToolMissingError, RegistryError, OSError, reports.ReportError) as error:
-        console.print(f"[bold red]error:[/bold red] {escape(str(error))}", highlight=False, soft_wrap=True)
+        print_error(console, error)
         raise typer.Exit(2) from None
     for problem in problems:
-        console.print(f"[bold red]worse:[/bold red] {escape(problem)}", highlight=False, soft_wrap=True)
+        print_error(console, problem, "worse")
     raise typer.Exit(0 if good and not problems else 1)
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar while it works; what it yields is called with what is done, the total and a description."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
-    with Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
-        task = bar.add_task("")
-        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
-
-
-@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
-def bench(
-    context: typer.Context,
-    name: Annotated[Optional[str], typer.Argument(help="The benchmark; without a name they are listed.")] = None,  # noqa: UP045
-) -> None:
-    """Run a benchmark: `bench NAME [OPTIONS]`; without a name, list them.
-
-    Each compares with a baseline in the same run, and its own --help says what it takes.
-    """
-    from dsv4_triton import bench as package
-
-    modules = pkgutil.iter_modules(package.__path__)
-    known = [module.name for module in modules if not module.name.startswith("_") and not module.ispkg]
-    if name in known:
-        command = [sys.executable, "-m", f"{package.__name__}.{name}", *context.args]
-        raise typer.Exit(subprocess.call(command))
-    console = Console()
-    if name not in (None, "-h", "--help"):
-        console.print(f"[bold red]error:[/bold red] no benchmark {name!r}", highlight=False)
-    console.print("dsv4-triton bench NAME [OPTIONS], where NAME is one of", highlight=False)
-    for module in known:
-        source = Path(package.__path__[0], f"{module}.py").read_text()
-        summary = (ast.get_docstring(ast.parse(source)) or "").split("\n")[0]
-        console.print(f"  [bold]{module}[/bold]  {summary}", highlight=False, soft_wrap=True)
-    raise typer.Exit(0 if name in (None, "-h", "--help") else 2)
 
 
 if __name__ == "__main__":

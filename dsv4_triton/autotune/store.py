@@ -75,6 +75,11 @@ def _at(key: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted(key.items()))
 
 
+def _order(at: Iterable[tuple[str, Any]]) -> list[tuple[str, int, str]]:
+    """Sizes by their value."""
+    return [(name, v if isinstance(v, int) else -1, str(v)) for name, v in at]
+
+
 def user_folder() -> Path:
     """Where `tune` writes and what serving reads before the shipped files."""
     chosen = os.environ.get("DSV4_TRITON_CONFIG_DIR")
@@ -176,7 +181,7 @@ def write(folder: Path, family: str, kernel: str, entries: Iterable[Entry]) -> P
     file = path(folder, family, kernel)
     merged = {entry.at: entry for entry in read(file, family, kernel)} | {entry.at: entry for entry in entries}
     content = {"schema": SCHEMA, "kernel": kernel, "family": family}
-    replace_file(file, _text(content, [merged[at] for at in sorted(merged, key=repr)]))
+    replace_file(file, _text(content, [merged[at] for at in sorted(merged, key=_order)]))
     forget()
     return file
 

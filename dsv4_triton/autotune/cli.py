@@ -1,0 +1,301 @@
+"""The commands `dsv4-triton tune ...`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, Optional, cast
+
+import typer
+from rich.console import Console
+
+from dsv4_triton.console import print_error, progress_bar, refuse_unwritable
+
+if TYPE_CHECKING:
+    from dsv4_triton.autotune.search import Found
+
+app = typer.Typer(
+    add_completion=False,
+    invoke_without_command=True,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+# Typer evaluates annotations, on Python 3.10 too.
+Names = Optional[list[str]]  # noqa: UP045
+File = Optional[Path]  # noqa: UP045
+Kernels = Annotated[
+    Names, typer.Option("--kernel", metavar="OP", help="An op of the registry; may be given several times.")
+]
+FamilyNames = Annotated[
+    Names, typer.Option("--family", help="a2, a3, a5 or host; may be given several times. Without it: all.")
+]
+Jobs = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option(min=1, metavar="N", help="Tries at once, offline. Default: the CPUs."),
+]
+Seconds = Annotated[float, typer.Option(min=1.0, help="Time for one try.")]
+
+
+@contextmanager
+def reported(console: Console) -> Iterator[None]:
+    """Errors that a request can cause become one line and status 2; a lost device too, with status 1."""
+    from dsv4_triton.autotune.run import DeviceLostError
+    from dsv4_triton.autotune.store import ConfigFileError
+    from dsv4_triton.bench.registry import RegistryError
+    from dsv4_triton.compiler.ascend.tools import ToolMissingError
+
+    try:
+        yield
+    except DeviceLostError as error:
+        print_error(console, f"{error}. What was found before is kept; go on with --resume")
+        raise typer.Exit(1) from None
+    except (ValueError, OSError, ConfigFileError, RegistryError, ToolMissingError) as error:
+        print_error(console, error)
+        raise typer.Exit(2) from None
+
+
+def _families(names: list[str] | None) -> list[str]:
+    from dsv4_triton.device import FAMILIES
+
+    for name in names or ():
+        if name not in FAMILIES:
+            raise ValueError(f"unknown family {name!r}. There are: {', '.join(FAMILIES)}")
+    return list(names or FAMILIES)
+
+
+@app.callback()
+def tune(
+    context: typer.Context,
+    family: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="a2, a3, a5, or host for this machine's CPU."),
+    ] = None,
+    kernel: Kernels = None,
+    model: Annotated[
+        Names, typer.Option(help="flash, pro or demo; may be given several times. Without it: flash and pro.")
+    ] = None,
+    case: Annotated[Names, typer.Option(metavar="NAME", help="A case or a pattern such as '*/decode/b64*'.")] = None,
+    mode: Annotated[
+        str,
+        typer.Option(
+            help="offline: rank by the estimate of the cost model, without a device. device: by time on an NPU. "
+            "The host family is always timed."
+        ),
+    ] = "offline",
+    budget: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(min=0.0, metavar="MINUTES", help="Stop after so long. Default: when all is tried."),
+    ] = None,
+    jobs: Jobs = None,
+    seconds: Seconds = 300.0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an earlier run of the same family.")] = False,
+    out: Annotated[
+        File, typer.Option(metavar="FOLDER", help="Where config files go. Default: the user's folder, see tune show.")
+    ] = None,
+    json: Annotated[File, typer.Option(metavar="FILE", help="Write every try to FILE as JSON.")] = None,
+    html: Annotated[File, typer.Option(metavar="FILE", help="Write a page with pictures to FILE.")] = None,
+) -> None:
+    """Find the launch parameters of the kernels for a device family, and keep them for serving.
+
+    [bold]  dsv4-triton tune --family a2 --kernel hc_post --model flash[/bold]
+
+    Every configuration of a kernel's space that can fit is tried in a process of its own. It must compile for the
+    family without a fallback, fit the memories, link, and give the reference's results on the host; then the fastest
+    wins, if it is at least 1 % faster than the default. Results are merged into config files that serving reads. Ctrl-C
+    keeps what is done, and [bold]--resume[/bold] goes on from there.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from dsv4_triton import offline
+    from dsv4_triton.autotune import report, store
+    from dsv4_triton.autotune.run import Settings, run
+    from dsv4_triton.autotune.search import targets
+    from dsv4_triton.autotune.trials import cores
+    from dsv4_triton.compiler.ascend.tools import tools_for
+    from dsv4_triton.device import FAMILIES, HOST
+
+    if family is None:
+        raise typer.BadParameter("is needed: a2, a3, a5 or host", param_hint="--family")
+    if mode not in ("offline", "device"):
+        raise typer.BadParameter(f"{mode!r} is neither 'offline' nor 'device'", param_hint="--mode")
+    console = Console()
+    with reported(console):
+        chosen = FAMILIES[_families([family])[0]]
+        cases = offline.choose(kernel or (), model or (), case or ())
+        refuse_unwritable((json, html))
+        folder = out or store.user_folder()
+        _writable(folder)
+        if chosen is not HOST and mode == "offline":
+            tools_for(chosen.arch)
+        elif chosen is not HOST:
+            _npu_there(chosen.name)
+        if html is not None:
+            import matplotlib as _  # noqa: F401  known to be there before minutes of work
+        settings = Settings(
+            chosen, cast(Literal["offline", "device"], mode), folder, jobs or cores(), budget, seconds, resume
+        )
+        with progress_bar(console) as progress:
+            wanted = targets(cases, chosen, progress)
+        with progress_bar(console) as progress:
+
+            def say(done: int, what: str, found: Found | None) -> None:
+                progress(done, len(wanted), what)
+                if found is not None and not console.is_terminal:
+                    console.print(f"{done}/{len(wanted)} {found.target}: gain {found.gain:.2f}", highlight=False)
+
+            results = run(wanted, settings, say)
+        console.print(report.table(results, settings))
+        console.print(report.summary(results, settings), highlight=False)
+        if len(results) < len(wanted):
+            console.print(
+                f"[yellow]{len(wanted) - len(results)} of {len(wanted)} are left; the same command with --resume goes "
+                "on[/yellow]"
+            )
+        console.print(f"config files: {folder / chosen.name}", highlight=False, soft_wrap=True)
+        if json is not None:
+            json.write_text(report.as_json(results, settings))
+        if html is not None:
+            html.write_text(report.as_html(results, settings))
+    raise typer.Exit(0 if all(one.winner is not None for one in results) else 1)
+
+
+def _writable(folder: Path) -> None:
+    """`OSError` for a folder of config files that cannot be made or written, before minutes of work."""
+    import os
+
+    present = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not present.is_dir() or not os.access(present, os.W_OK):
+        raise OSError(f"config files cannot be written to {folder}; choose a folder with --out")
+
+
+def _npu_there(name: str) -> None:
+    """`ValueError` unless this machine has an NPU of the family."""
+    from dsv4_triton.device import family_of
+
+    try:
+        import torch_npu  # noqa: F401
+    except ImportError:
+        raise ValueError("--mode device needs torch_npu and an NPU; without one use --mode offline") from None
+    if family_of("npu").name != name:
+        raise ValueError(f"this machine's NPU is of family {family_of('npu').name}, not {name}")
+
+
+@app.command()
+def show(
+    family: FamilyNames = None,
+    kernel: Annotated[Names, typer.Option(metavar="NAME", help="A kernel with a config file.")] = None,
+    json: Annotated[File, typer.Option(metavar="FILE", help="Write it to FILE as JSON too.")] = None,
+) -> None:
+    """List what config files hold: for which sizes, what changed, measured or estimated, and whether it is outdated."""
+    from dataclasses import asdict
+    from json import dumps
+
+    from rich.table import Table
+
+    from dsv4_triton.autotune import shipped, store
+    from dsv4_triton.autotune.report import difference
+
+    console = Console()
+    with reported(console):
+        refuse_unwritable((json,))
+        found, problems = shipped.lines(_families(family), _kernels(kernel))
+        table = Table(box=None, pad_edge=False)
+        for heading in ("family", "kernel", "sizes", "what changed", "us", "gain", "kind", "from", "outdated"):
+            table.add_column(heading, overflow="fold")
+        rows = []
+        for line in found:
+            entry, what = line.entry, line.entry.found
+            changed = difference(entry.config, entry.default) if entry.config else "default"
+            sizes = " ".join(f"{n}={v}" if isinstance(v, int) else str(v) for n, v in entry.key.items())
+            gain = what.default_microseconds / what.microseconds if what.microseconds else 1.0
+            source = "shipped" if line.folder == store.SHIPPED else "user"
+            table.add_row(
+                line.family, line.kernel, sizes, changed, f"{what.microseconds:.4g}", f"{gain:.2f}", what.kind,
+                f"{source} {what.date}" + (" (hidden)" if line.hidden else ""), line.old,
+            )  # fmt: skip
+            rows.append({**asdict(line), "folder": str(line.folder), "old": line.old})
+        console.print(table)
+        for problem in problems:
+            print_error(console, problem, "not used")
+        outdated = sum(bool(line.old) for line in found)
+        console.print(
+            f"{len(found)} entries, {outdated} outdated; the user's folder is {store.user_folder()}",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
+        if json is not None:
+            store.replace_file(json, dumps({"entries": rows, "problems": problems}, indent=1) + "\n")
+    raise typer.Exit(1 if problems else 0)
+
+
+def _kernels(names: list[str] | None) -> list[str]:
+    from dsv4_triton.autotune.space import spaces
+
+    for name in names or ():
+        if name not in spaces():
+            raise ValueError(f"unknown kernel {name!r}. There are: {', '.join(spaces())}")
+    return names or []
+
+
+@app.command()
+def verify(
+    family: FamilyNames = None,
+    kernel: Annotated[Names, typer.Option(metavar="NAME", help="A kernel with a config file.")] = None,
+    jobs: Jobs = None,
+    seconds: Seconds = 300.0,
+) -> None:
+    """Put every entry of the config files through all gates again, with the toolchain that is installed.
+
+    The exit status is 1 when one fails: it no longer compiles, fits, links, or equals the reference.
+    """
+    from dsv4_triton.autotune import shipped
+    from dsv4_triton.autotune.trials import cores
+
+    console = Console()
+    with reported(console):
+        found, problems = shipped.lines(_families(family), _kernels(kernel))
+        checked, lost = shipped.targets_of(line for line in found if not line.hidden)
+        problems += [f"{line.family} {line.kernel} {line.entry.key}: {why}" for line, why in lost]
+        with progress_bar(console) as progress:
+            for line, verdict in shipped.verify(checked, jobs=jobs or cores(), seconds=seconds, progress=progress):
+                if not verdict.ok:
+                    problems.append(f"{line.family} {line.kernel} {line.entry.key}: {verdict.fate}: {verdict.message}")
+        for problem in problems:
+            print_error(console, problem, "failed")
+        console.print(f"{len(checked)} entries checked, {len(problems)} problems", highlight=False)
+    raise typer.Exit(1 if problems else 0)
+
+
+@app.command()
+def export(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write them.")],
+    family: FamilyNames = None,
+) -> None:
+    """Write what was tuned on this machine to one file, to be carried to another."""
+    from dsv4_triton.autotune import shipped, store
+
+    console = Console()
+    with reported(console):
+        refuse_unwritable((file,))
+        number = shipped.export(file, _families(family))
+        if not number:
+            console.print(f"[yellow]nothing was tuned into {store.user_folder()}[/yellow]", soft_wrap=True)
+        console.print(f"{number} entries written to {file}", highlight=False, soft_wrap=True)
+
+
+@app.command("import")
+def import_(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `tune export` wrote.")],
+    out: Annotated[File, typer.Option(metavar="FOLDER", help="Folder of config files. Default: the user's.")] = None,
+) -> None:
+    """Take results of another machine over into this one's config files."""
+    from dsv4_triton.autotune import shipped, store
+
+    console = Console()
+    with reported(console):
+        folder = out or store.user_folder()
+        _writable(folder)
+        for (family, kernel), number in shipped.import_from(file, folder).items():
+            console.print(f"{family} {kernel}: {number} entries", highlight=False)
+        console.print(f"merged into {folder}", highlight=False, soft_wrap=True)

@@ -1,0 +1,149 @@
+"""Config files as a whole: what is there, whether it still holds, and carrying it from one machine to another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dsv4_triton.autotune import store
+from dsv4_triton.autotune.run import versions
+from dsv4_triton.autotune.search import asked, check_cases
+from dsv4_triton.autotune.space import Asked, spaces
+from dsv4_triton.autotune.store import ConfigFileError, Entry
+from dsv4_triton.autotune.trials import Target, Verdict, check_on_host, try_all
+from dsv4_triton.bench.registry import cases as all_cases
+from dsv4_triton.device import FAMILIES, HOST
+
+_DECIDE = ("triton-ascend", "ascendnpu-ir")
+"""Packages whose version decides what a configuration is worth."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One entry of a file, and where it is. `hidden`: the user's folder has one of the same key."""
+
+    folder: Path
+    family: str
+    kernel: str
+    entry: Entry
+    hidden: bool = False
+
+    @property
+    def old(self) -> str:
+        """What has changed since it was found: packages with another version now, kernels or parameters that are gone;
+        "" when nothing has."""
+        if self.kernel not in spaces():
+            return "there is no such kernel any more"
+        now, then = versions(), self.entry.found.versions
+        changed = [f"{name} {then.get(name, 'none')} -> {now.get(name, 'none')}" for name in _DECIDE
+                   if then.get(name) != now.get(name)]  # fmt: skip
+        return ", ".join(changed)
+
+
+def lines(families: Iterable[str], kernels: Sequence[str] = ()) -> tuple[list[Line], list[str]]:
+    """All entries of both folders, and what is wrong with files that cannot be used."""
+    found: dict[tuple[Any, ...], Line] = {}
+    hidden: list[Line] = []
+    problems = []
+    for family in families:
+        for folder in store.folders():
+            for file in sorted((folder / family).glob("*.json")):
+                if kernels and file.stem not in kernels:
+                    continue
+                try:
+                    entries = store.read(file, family, file.stem)
+                except ConfigFileError as error:
+                    problems.append(str(error))
+                    continue
+                for entry in entries:
+                    at = family, file.stem, entry.at
+                    line = Line(folder, family, file.stem, entry, hidden=at in found)
+                    if line.hidden:
+                        hidden.append(line)
+                    else:
+                        found[at] = line
+    return [*found.values(), *hidden], problems
+
+
+def targets_of(found: Iterable[Line]) -> tuple[list[tuple[Target, Line]], list[tuple[Line, str]]]:
+    """The target of each entry by the case it was found with; and the entries that nothing asks for any more."""
+    targets, lost = [], []
+    asking: dict[tuple[str, str], list[Asked]] = {}
+    cases = {str(case): case for case in all_cases()}
+    for line in found:
+        family, case = FAMILIES[line.family], cases.get(line.entry.found.case)
+        if case is None or not case.runs_on(family):
+            lost.append((line, f"there is no case {line.entry.found.case!r} for {line.family}"))
+            continue
+        at = line.family, str(case)
+        if at not in asking:
+            asking[at] = asked(case, family)
+        matching = [
+            Target(space, family, key, case)
+            for space, _, key in asking[at]
+            if space.name == line.kernel and space.bucketed(key) == line.entry.key
+        ]
+        if matching:
+            targets.append((matching[0], line))
+        else:
+            lost.append((line, f"{case} does not ask {line.kernel} for this key"))
+    return targets, lost
+
+
+def verify(
+    checked: Sequence[tuple[Target, Line]], *, jobs: int, seconds: float, progress: Callable[[int, int, str], None]
+) -> Iterator[tuple[Line, Verdict]]:
+    """Every entry through all gates with the installed toolchain: it compiles, fits and links for its family and equals
+    the reference on the host. On the host family it is run."""
+    for number, (target, line) in enumerate(checked):
+        progress(number, len(checked), f"{line.family} {target}")
+        config = line.entry.config or target.default
+        verdicts: list[Verdict] = []
+        mode = "device" if target.family is HOST else "offline"
+        try_all([(target, config)], mode, jobs=jobs, seconds=seconds, known={},  # type: ignore[arg-type]
+                done=lambda _, verdict: verdicts.append(verdict))  # noqa: B023  # fmt: skip
+        verdict = verdicts[0]
+        if verdict.ok and mode == "offline" and line.entry.config is not None:
+            verdict = check_on_host(target, config, list(check_cases(target)), seconds)
+        yield line, verdict
+
+
+def export(file: Path, families: Sequence[str]) -> int:
+    """Write all entries of the user's folder to one file; their number. `ConfigFileError` for a file that cannot be
+    read: an export is whole or not made."""
+    entries = []
+    for family in families:
+        for source in sorted((store.user_folder() / family).glob("*.json")):
+            for entry in store.read(source, family, source.stem):
+                entries.append({"family": family, "kernel": source.stem, **asdict(entry)})
+    store.replace_file(file, json.dumps({"schema": store.SCHEMA, "entries": entries}, indent=1) + "\n")
+    return len(entries)
+
+
+def import_from(file: Path, folder: Path) -> dict[tuple[str, str], int]:
+    """Merge an export into the config files of `folder`: entries by (family, kernel). Nothing is written unless all of
+    it can be used."""
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigFileError(f"{file}: cannot be read: {error}") from None
+    entries = store.entries_of(content, str(file), {"schema": store.SCHEMA})
+    groups: dict[tuple[str, str], list[Entry]] = {}
+    for i, (entry, raw) in enumerate(zip(entries, content["entries"])):
+        family, kernel = _known(raw, "family", FAMILIES, file, i), _known(raw, "kernel", spaces(), file, i)
+        groups.setdefault((family, kernel), []).append(entry)
+    for family, kernel in groups:
+        store.read(store.path(folder, family, kernel), family, kernel)
+    for (family, kernel), group in groups.items():
+        store.write(folder, family, kernel, group)
+    return {at: len(group) for at, group in groups.items()}
+
+
+def _known(raw: Mapping[str, Any], name: str, there: Mapping[str, Any], file: Path, i: int) -> str:
+    value = raw.get(name)
+    if value not in there:
+        raise ConfigFileError(f"{file}: entries[{i}].{name} is {value!r}, expected one of {', '.join(sorted(there))}")
+    return str(value)

@@ -1,0 +1,176 @@
+"""The order in which configurations are tried, what counts as a gain, and a run with its journal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsv4_triton.autotune import run as runs
+from dsv4_triton.autotune import store
+from dsv4_triton.autotune.run import DeviceLostError, Settings
+from dsv4_triton.autotune.search import OutOfTimeError, search, targets
+from dsv4_triton.autotune.space import Space
+from dsv4_triton.autotune.trials import Target, Verdict
+from dsv4_triton.bench.registry import select
+from dsv4_triton.device import A2, HOST
+
+CASE = select(kernel="muls_add", model="demo")[0]
+
+
+def timed(cost: Callable[[Mapping[str, Any]], float], log: list[dict[str, Any]]) -> Callable[..., list[Verdict]]:
+    def evaluate(configs: list[dict[str, Any]]) -> list[Verdict]:
+        log.extend(configs)
+        return [Verdict(c, "ok", "", cost(c), cost(c)) if cost(c) else Verdict(c, "memory", "UB") for c in configs]
+
+    return evaluate
+
+
+def target(space: Space, width: int = 96) -> Target:
+    return Target(space, A2, {"tokens": 1, "width": width}, CASE)
+
+
+def test_small_spaces_are_tried_whole_and_the_default_first(made: Space) -> None:
+    log: list[dict[str, Any]] = []
+    found = search(target(made), [], timed(lambda c: 100.0 / c["BLOCK"], log))
+    assert log[0] == {"BLOCK": 8, "multibuffer": None} == found.default.config
+    assert len(log) == 8 and found.space == 8 and found.dropped == 0
+    assert found.ranked()[0].config["BLOCK"] == 32
+
+
+def test_what_cannot_fit_is_never_tried(made: Space) -> None:
+    log: list[dict[str, Any]] = []
+    found = search(target(made, width=64), [], timed(lambda c: 1.0, log))
+    assert {c["BLOCK"] for c in log} == {8, 16, 32} and found.dropped == 2
+    assert found.ranked() == []
+
+
+def test_large_spaces_vary_one_parameter_at_a_time(made: Space) -> None:
+    space = Space(
+        "large", default=lambda f, k: {"A": 1, "B": 1, "C": 1}, buckets=(),
+        candidates=lambda f, k: dict.fromkeys("ABC", (1, 2, 3, 4)),
+    )  # fmt: skip
+    log: list[dict[str, Any]] = []
+    found = search(target(space), [], timed(lambda c: 100.0 - 10 * c["A"] - 3 * c["B"] + c["C"], log))
+    assert found.ranked()[0].config == {"A": 4, "B": 4, "C": 1}
+    assert len(log) < 24 and len({str(c) for c in log}) == len(log), "nothing twice"
+
+
+def test_a_gain_below_a_percent_is_none(made: Space) -> None:
+    found = search(target(made), [], timed(lambda c: 100.0 if c["BLOCK"] == 8 else 99.5, []))
+    assert found.ranked() == []
+
+
+def test_seeds_are_tried_right_after_the_default(made: Space) -> None:
+    log: list[dict[str, Any]] = []
+    seeds = [{"BLOCK": 24, "multibuffer": False}, {"TILE": 1}, {"BLOCK": 7, "multibuffer": None}]
+    search(target(made), seeds, timed(lambda c: 1.0, log))
+    assert log[1] == seeds[0] and {"TILE": 1} not in log
+
+
+def test_out_of_time_keeps_what_is_known(made: Space) -> None:
+    calls = 0
+
+    def evaluate(configs: list[dict[str, Any]]) -> list[Verdict]:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise OutOfTimeError
+        return [Verdict(c, "ok", "", 1.0, 1.0) for c in configs]
+
+    assert len(search(target(made), [], evaluate).verdicts) == 1
+    with pytest.raises(OutOfTimeError):
+        search(target(made), [], evaluate)
+
+
+def test_targets_are_the_kernels_of_the_cases_once_for_each_bucket() -> None:
+    found = targets(select(kernel="muls_add", model="demo"), HOST, lambda *_: None)
+    assert [one.space.name for one in found] == ["muls_add"] * len(found)
+    assert len({one.name for one in found}) == len(found)
+
+
+@pytest.fixture
+def settings(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    monkeypatch.setenv("DSV4_TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    return Settings(HOST, "offline", folder, jobs=1)
+
+
+def fake(monkeypatch: pytest.MonkeyPatch, verdict: Callable[[dict[str, Any]], Verdict]) -> list[dict[str, Any]]:
+    """Tries that are only thought of; the list of them."""
+    log: list[dict[str, Any]] = []
+
+    def try_all(tries: Any, mode: str, *, done: Any, **_: Any) -> None:
+        for index, (_, config) in enumerate(tries):
+            log.append(dict(config))
+            done(index, verdict(dict(config)))
+
+    monkeypatch.setattr(runs, "try_all", try_all)
+    return log
+
+
+def good(config: dict[str, Any]) -> Verdict:
+    return Verdict(config, "ok", "", 100.0 / config["BLOCK"], 1.0)
+
+
+def test_a_run_writes_what_won_and_can_be_resumed(
+    settings: Settings, made: Space, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Target(made, HOST, {"tokens": 1, "width": 96}, CASE)
+    log = fake(monkeypatch, good)
+    assert runs.run([one], settings, lambda *_: None)[0].gain == 4.0
+    entries = store.read(store.path(folder, "host", "made"), "host", "made")
+    assert entries[0].config == {"BLOCK": 32, "multibuffer": None} and entries[0].found.kind == "measured"
+    assert entries[0].found.default_microseconds == 12.5 and entries[0].found.microseconds == 3.125
+    tries = len(log)
+    resumed = Settings(HOST, "offline", folder, jobs=1, resume=True)
+    assert runs.run([one], resumed, lambda *_: None)[0].gain == 4.0 and len(log) == tries, "nothing is tried again"
+    runs.run([one], settings, lambda *_: None)
+    assert len(log) == 2 * tries, "without --resume everything is"
+
+
+def test_ctrl_c_keeps_what_is_done(
+    settings: Settings, made: Space, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def verdict(config: dict[str, Any]) -> Verdict:
+        if len(log) > 10:
+            raise KeyboardInterrupt
+        return good(config)
+
+    log = fake(monkeypatch, verdict)
+    both = [Target(made, HOST, {"tokens": tokens, "width": 96}, CASE) for tokens in (1, 2)]
+    assert len(runs.run(both, settings, lambda *_: None)) == 1
+    assert len(store.read(store.path(folder, "host", "made"), "host", "made")) == 1
+    log.clear()
+    resumed = Settings(HOST, "offline", folder, jobs=1, resume=True)
+    assert len(runs.run(both, resumed, lambda *_: None)) == 2 and len(log) == 6, "two of the second were kept"
+
+
+def test_a_winner_that_differs_from_the_reference_does_not_win(
+    folder: Path, made: Space, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DSV4_TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    fake(monkeypatch, good)
+    monkeypatch.setattr(runs, "check_cases", lambda target: [CASE])
+    monkeypatch.setattr(
+        runs, "check_on_host",
+        lambda target, config, *_: Verdict(dict(config), "ok" if config["BLOCK"] < 32 else "wrong", "differs"),
+    )  # fmt: skip
+    found = runs.run([target(made)], Settings(A2, "offline", folder, jobs=1), lambda *_: None)[0]
+    assert found.winner is not None and found.winner.config["BLOCK"] == 24
+    assert sum(one.fate == "wrong" for one in found.verdicts) == 2
+
+
+def test_a_default_that_fails_leaves_no_entry(
+    settings: Settings, made: Space, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake(monkeypatch, lambda config: Verdict(config, "wrong", "differs"))
+    found = runs.run([Target(made, HOST, {"tokens": 1, "width": 96}, CASE)], settings, lambda *_: None)[0]
+    assert found.winner is None and not store.path(folder, "host", "made").exists()
+
+
+def test_a_lost_device_ends_the_run(settings: Settings, made: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(monkeypatch, lambda config: Verdict(config, "crash", "no device"))
+    with pytest.raises(DeviceLostError, match=r"made demo/.* does not run with its default: no device"):
+        runs.run([Target(made, HOST, {"tokens": 1, "width": 96}, CASE)], settings, lambda *_: None)

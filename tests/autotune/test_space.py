@@ -1,0 +1,160 @@
+"""Look-up of launch parameters: buckets, files of the user before shipped ones, and the computed default."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4_triton.autotune import store
+from dsv4_triton.autotune.space import Space, bucket, spaces, trial
+from dsv4_triton.autotune.store import ConfigWarning, Entry, Found
+from dsv4_triton.device import A2, A3, FAMILIES, HOST
+
+FOUND = Found(
+    "estimate", 1.0, 2.0, "muls_add flash/decode/b16", "Ascend910B2", "2026-01-31", {"triton-ascend": "3.2.0"}
+)
+
+
+def entry(block: int | None, tokens: int, width: int = 64, dtype: str = "bfloat16") -> Entry:
+    config = None if block is None else {"BLOCK": block, "multibuffer": None}
+    key = {"tokens": tokens, "width": width, "dtype": dtype}
+    return Entry(key, config, {"BLOCK": 8, "multibuffer": None}, FOUND)
+
+
+def ask(space: Space, tokens: int, width: int = 64, dtype: torch.dtype = torch.bfloat16, family: Any = A2) -> Any:
+    space.forget()
+    return space(family, tokens=tokens, width=width, dtype=dtype)
+
+
+def test_buckets_are_powers_of_two() -> None:
+    assert [bucket(n) for n in (0, 1, 2, 3, 4, 5, 64, 65, 4096)] == [1, 1, 2, 4, 4, 8, 64, 128, 4096]
+
+
+def test_default_without_a_file(folder: Path, made: Space) -> None:
+    config = ask(made, 2)
+    assert config == {"BLOCK": 16, "multibuffer": None} and config.options == {}
+
+
+def test_exact_bucket_next_smaller_bucket_default(folder: Path, made: Space) -> None:
+    store.write(folder, "a2", "made", [entry(32, 16)])
+    assert ask(made, 16)["BLOCK"] == ask(made, 9)["BLOCK"] == 32
+    assert ask(made, 17)["BLOCK"] == ask(made, 32)["BLOCK"] == 32, "the next smaller bucket of 32 is 16"
+    assert ask(made, 33)["BLOCK"] == 8 * 33, "the next smaller bucket of 64 is 32, and it has no entry"
+    assert ask(made, 8)["BLOCK"] == 64, "a larger bucket never counts"
+    store.write(folder, "a2", "made", [entry(16, 32)])
+    assert ask(made, 17)["BLOCK"] == 16
+
+
+def test_other_keys_and_families_do_not_count(folder: Path, made: Space) -> None:
+    store.write(folder, "a2", "made", [entry(32, 2)])
+    assert ask(made, 2)["BLOCK"] == 32
+    assert ask(made, 2, width=128)["BLOCK"] == 16
+    assert ask(made, 2, dtype=torch.float32)["BLOCK"] == 16
+    assert ask(made, 2, family=A3)["BLOCK"] == 16
+
+
+def test_an_entry_without_parameters_is_the_computed_default(folder: Path, made: Space) -> None:
+    """It ends the search: the next smaller bucket does not count any more."""
+    store.write(folder, "a2", "made", [entry(32, 2), entry(None, 4)])
+    assert ask(made, 4)["BLOCK"] == 32 and ask(made, 3)["BLOCK"] == 24 and ask(made, 2)["BLOCK"] == 32
+
+
+def test_parameters_that_do_not_fit_other_sizes_of_the_bucket(folder: Path, made: Space) -> None:
+    made.buckets = ("tokens", "width")
+    store.write(folder, "a2", "made", [entry(32, 2)])
+    assert ask(made, 2, width=64)["BLOCK"] == 32
+    assert ask(made, 2, width=48)["BLOCK"] == 16, "48 is in the bucket of 64, but 32 does not divide it"
+
+
+def test_outdated_parameters(folder: Path, made: Space) -> None:
+    key = {"tokens": 2, "width": 64, "dtype": "bfloat16"}
+    store.write(folder, "a2", "made", [Entry(key, {"TILE": 32}, {"TILE": 8}, FOUND)])
+    assert ask(made, 2) == {"BLOCK": 16, "multibuffer": None}
+
+
+def test_the_users_file_goes_before_the_shipped_one(folder: Path, made: Space) -> None:
+    store.write(store.SHIPPED, "a2", "made", [entry(32, 2), entry(16, 4)])
+    store.write(folder, "a2", "made", [entry(8, 2)])
+    assert ask(made, 2)["BLOCK"] == 8 and ask(made, 4)["BLOCK"] == 16
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda c: c.update(schema=2), "schema"),
+        (lambda c: c.update(family="a3"), "family"),
+        (lambda c: c.update(kernel="other"), "kernel"),
+        (lambda c: c.pop("entries"), "entries"),
+        (lambda c: c["entries"].append(3), r"entries\[1\]"),
+        (lambda c: c["entries"][0].update(key={"tokens": [1]}), r"entries\[0\].key"),
+        (lambda c: c["entries"][0].update(config={"BLOCK": 1.5}), r"entries\[0\].config"),
+        (lambda c: c["entries"][0].update(config={"TILE": 1}), r"entries\[0\].config"),
+        (lambda c: c["entries"][0]["found"].update(kind="guessed"), r"entries\[0\].found.kind"),
+        (lambda c: c["entries"][0]["found"].pop("chip"), r"entries\[0\].found.chip"),
+    ],
+)
+def test_a_broken_file_costs_one_warning(folder: Path, made: Space, change: Any, named: str) -> None:
+    file = store.write(folder, "a2", "made", [entry(32, 2)])
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+    store.forget()
+    with pytest.warns(ConfigWarning, match=f"made.json: {named} is") as caught:
+        assert ask(made, 2)["BLOCK"] == 16
+        assert ask(made, 4)["BLOCK"] == 32
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"schema": 1}'])
+def test_a_file_that_is_none(folder: Path, made: Space, text: str) -> None:
+    file = store.path(folder, "a2", "made")
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    with pytest.warns(ConfigWarning, match=str(file)):
+        assert ask(made, 2)["BLOCK"] == 16
+
+
+def test_a_broken_file_is_never_overwritten(folder: Path) -> None:
+    file = store.path(folder, "a2", "made")
+    file.parent.mkdir(parents=True)
+    file.write_text("{")
+    with pytest.raises(store.ConfigFileError):
+        store.write(folder, "a2", "made", [entry(32, 2)])
+    assert file.read_text() == "{"
+
+
+def test_files_are_sorted_and_merged(folder: Path) -> None:
+    store.write(folder, "a2", "made", [entry(32, 4096), entry(32, 64)])
+    file = store.write(folder, "a2", "made", [entry(8, 64), entry(16, 128)])
+    found = store.read(file, "a2", "made")
+    assert [(e.key["tokens"], (e.config or {})["BLOCK"]) for e in found] == [(64, 8), (128, 16), (4096, 32)]
+    assert not list(file.parent.glob(".*")), "nothing half-written is left"
+
+
+def test_a_trial(folder: Path, made: Space) -> None:
+    store.write(folder, "a2", "made", [entry(32, 2)])
+    with trial({"made": {"BLOCK": 8}}) as tried:
+        assert ask(made, 2) == {"BLOCK": 8, "multibuffer": None}
+    assert tried.used == {"made"} and tried.asked[0].key["tokens"] == 2
+    with trial({"made": {"BLOCK": 24}}) as tried:
+        assert ask(made, 2)["BLOCK"] == 16, "it does not fit"
+    assert not tried.used
+    with trial({"made": {"BLOCK": 8}}, only={"tokens": 4, "width": 64, "dtype": "bfloat16"}):
+        assert ask(made, 2)["BLOCK"] == 16 and ask(made, 3)["BLOCK"] == 8
+    with trial():
+        assert ask(made, 2)["BLOCK"] == 16, "no file counts"
+    assert ask(made, 2)["BLOCK"] == 32
+
+
+def test_shipped_files_can_be_used() -> None:
+    """Every file is that of a kernel, and its parameters are those that the kernel has now."""
+    files = list(store.SHIPPED.rglob("*.json"))
+    for file in files:
+        family = file.parent.name
+        assert family in FAMILIES and file.stem in spaces(), file
+        for one in store.read(file, family, file.stem):
+            assert one.found.kind == ("measured" if family == HOST.name else "estimate"), file

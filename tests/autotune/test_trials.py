@@ -1,0 +1,102 @@
+"""Real tries of a small kernel: what each gate says, and that a try takes nothing with it but itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4_triton.autotune.search import asked, check_cases
+from dsv4_triton.autotune.trials import Mode, Target, Verdict, check_on_host, try_all
+from dsv4_triton.bench.registry import select
+from dsv4_triton.device import A2, HOST, Family
+from dsv4_triton.kernels import muls_add
+
+BLOCK = {"BLOCK": 1024, "multibuffer": None}
+
+
+def target(family: Family, name: str = "flash/decode/b16") -> Target:
+    case = select(kernel="muls_add", case=name)[0]
+    space, _, key = asked(case, family)[0]
+    return Target(space, family, key, case)
+
+
+def verdicts(one: Target, configs: list[dict[str, Any]], mode: Mode, seconds: float = 60.0) -> list[Verdict]:
+    found: dict[int, Verdict] = {}
+    try_all([(one, config) for config in configs], mode, jobs=2, seconds=seconds, known={}, done=found.__setitem__)
+    return [found[i] for i in range(len(configs))]
+
+
+def test_offline_tries_are_compiled_and_counted() -> None:
+    fits, overflows, fallback = verdicts(
+        target(A2), [BLOCK, BLOCK | {"BLOCK": 1 << 17}, BLOCK | {"BLOCK": 16384}], "offline"
+    )
+    assert fits.ok and 0 < fits.microseconds < 10 and fits.limit and len(fits.parts) == 1
+    assert overflows.fate in ("memory", "compile") and overflows.message
+    assert fallback.fate == "fallback"
+
+
+def test_what_is_known_is_not_counted_again() -> None:
+    one = target(A2)
+    first = verdicts(one, [BLOCK], "offline")[0]
+    known = dict.fromkeys(first.parts, (1.0, 1.0, "told"))
+    found: list[Verdict] = []
+    try_all([(one, BLOCK)], "offline", jobs=1, seconds=60.0, known=known, done=lambda _, v: found.append(v))
+    assert found[0].microseconds == 1e6 and found[0].limit == "told"
+
+
+def test_on_the_host_tries_are_held_to_the_reference_and_timed() -> None:
+    small, large = verdicts(target(HOST, "demo/decode/b5"), [BLOCK, BLOCK | {"BLOCK": 64}], "device")
+    assert small.ok and large.ok and small.microseconds > 0
+
+
+def _wrong(*args: Any, out: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+    return torch.zeros_like(args[1] if len(args) > 1 else kwargs["y"])
+
+
+def _killed(*_: Any, **__: Any) -> torch.Tensor:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def _crashed(*_: Any, **__: Any) -> torch.Tensor:
+    os._exit(3)
+
+
+def _hung(*_: Any, **__: Any) -> torch.Tensor:
+    time.sleep(600)
+    raise AssertionError
+
+
+def _failed(*_: Any, **__: Any) -> torch.Tensor:
+    raise RuntimeError("no such block")
+
+
+@pytest.mark.parametrize(
+    ("does", "fate", "says"),
+    [(_wrong, "wrong", "result 0"), (_killed, "memory", "SIGKILL"), (_crashed, "crash", "exit status 3"),
+     (_hung, "time", "not done in 1 s"), (_failed, "crash", "no such block")],
+)  # fmt: skip
+def test_a_try_that_goes_wrong(does: Callable[..., Any], fate: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = target(HOST, "demo/decode/b5")
+    monkeypatch.setattr(muls_add, "muls_add", does)
+    verdict = verdicts(one, [BLOCK], "device", seconds=1.0 if does is _hung else 60.0)[0]
+    assert verdict.fate == fate and says in verdict.message
+
+
+def test_a_winner_is_run_as_its_family_against_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = target(A2)
+    cases = list(check_cases(one))
+    assert cases[0].model == "flash" and cases[0].step.tokens == 16
+    assert check_on_host(one, BLOCK, cases[:1], 60.0).ok
+    monkeypatch.setattr(muls_add, "muls_add", _wrong)
+    assert check_on_host(one, BLOCK, cases[:1], 60.0).fate in ("wrong", "unused")
+
+
+def test_a_configuration_that_no_case_uses_cannot_win() -> None:
+    assert check_on_host(target(A2), BLOCK, [], 60.0).fate == "unused"
