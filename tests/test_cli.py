@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from importlib import metadata
 from pathlib import Path
 
@@ -23,27 +22,11 @@ def test_version() -> None:
     assert metadata.version("dsv4_triton") == __version__
 
 
-@pytest.mark.parametrize("command", [[], ["doctor"], ["demo"]], ids=str)
+@pytest.mark.parametrize("command", [[], ["doctor"], ["demo"], ["bench"], ["bench", "serve"]], ids=str)
 def test_help(command: list[str]) -> None:
     result = runner.invoke(app, [*command, "--help"])
     assert result.exit_code == 0
     assert "Usage:" in result.output
-
-
-def test_bench_lists_and_runs() -> None:
-    listed = runner.invoke(app, ["bench"])
-    assert listed.exit_code == 0 and "serving" in listed.output
-    assert runner.invoke(app, ["bench", "--help"]).output == listed.output
-    unknown = runner.invoke(app, ["bench", "nonesuch"])
-    assert unknown.exit_code == 2 and "no benchmark 'nonesuch'" in unknown.output
-
-
-def test_bench_passes_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[list[str]] = []
-    monkeypatch.setattr(subprocess, "call", lambda command: commands.append(command) or 3)
-    result = runner.invoke(app, ["bench", "serving", "--repeat", "1", "--help"])
-    assert result.exit_code == 3
-    assert commands[0][1:] == ["-m", "dsv4_triton.bench.serving", "--repeat", "1", "--help"]
 
 
 def test_demo_writes_and_reuses(tmp_path: Path) -> None:

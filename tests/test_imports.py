@@ -28,7 +28,9 @@ ALLOWED = {
     "demo": {"demo"},
     "offline": BASE | {"compiler", "bench", "offline"},
     "doctor": {"device", "compiler"},
-    "cli": {"doctor", "demo", "compiler", "kernels", "bench", "offline", *BASE},
+    "console": set(),
+    "cli_bench": {"console", "compiler", "bench", "demo", "offline", *BASE},
+    "cli": {"console", "cli_bench", "doctor", "demo", "compiler", "kernels", "bench", "offline", *BASE},
 }
 """What each part of the package may import of the others; the package itself (its version) is open to all."""
 
@@ -119,7 +121,10 @@ assert loaded is None or not loaded.is_installed(), "an import installed the hos
     ("parts", "blocked"),
     [
         ((), {"torch", "triton", "vllm", "torch_npu", "transformers", "numpy"}),
-        (("device", "config", "cli", "doctor", "demo"), {"torch", "triton", "vllm", "torch_npu", "transformers"}),
+        (
+            ("device", "config", "console", "cli_bench", "cli", "doctor", "demo"),
+            {"torch", "triton", "vllm", "torch_npu", "transformers"},
+        ),
         (("reference",), {"triton", "vllm", "torch_npu", "transformers"}),
         (("compiler", "kernels"), {"vllm", "torch_npu", "transformers"}),
     ],

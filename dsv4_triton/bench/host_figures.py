@@ -7,7 +7,6 @@ printed with its goal. Native and PyTorch runs alternate, so that a busy machine
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -120,7 +119,7 @@ def _one_program(case: Case) -> float:
 
 def _interpreter_times() -> dict[str, float]:
     """Times in Triton's interpreter, which has to be chosen before kernels are decorated: another process."""
-    command = [sys.executable, "-m", "dsv4_triton.bench.host_figures", "--interpreter"]
+    command = [sys.executable, "-m", "dsv4_triton.bench.host_figures"]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     if result.returncode != 0:
@@ -196,22 +195,10 @@ def report(rows: list[Row], launch: float) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Print the figures; `--json FILE` writes them too."""
-    parser = argparse.ArgumentParser(prog="host_figures", description=__doc__)
-    parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
-    parser.add_argument("--interpreter", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.interpreter:
-        print(json.dumps({case.name: _one_program(case) * math.prod(case.grid) for case in cases()}))
-        return 0
-    rows, launch = measure()
-    print(report(rows, launch))
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"launch_us": launch, "rows": [asdict(row) for row in rows]}, file, indent=1)
-    return 0
+def as_dict(rows: list[Row], launch: float) -> dict[str, Any]:
+    """The figures as `--json` has them."""
+    return {"launch_us": launch, "rows": [asdict(row) for row in rows]}
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+if __name__ == "__main__":  # the process of `_interpreter_times`
+    print(json.dumps({case.name: _one_program(case) * math.prod(case.grid) for case in cases()}))

@@ -4,7 +4,7 @@ The layers are built at a model's full size, but kernels are recorded and not ru
 never filled. Counted is what starts on a device: Triton launches, and PyTorch operations that compute or copy. Views
 and allocations start nothing.
 
-    python -m dsv4_triton.bench.launches [--model flash] [--family a2] [--tokens 16] [--context 32768] [--json FILE]
+    dsv4-triton bench launches [--model flash] [--family a2] [--tokens 16] [--context 32768] [--json FILE]
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Any
 
 import torch
-import typer
 from rich.console import Console
 from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,7 +31,6 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from dsv4_triton.backend.caches import CacheLayer
 from dsv4_triton.backend.op import OP_NAME, dsa_forward
-from dsv4_triton.bench import run_command
 from dsv4_triton.bench.registry.make import reserve
 from dsv4_triton.bench.registry.models import MODELS
 from dsv4_triton.compiler.launches import Launch, recording
@@ -243,43 +241,26 @@ def layer_launches(
     return found[1:]
 
 
-def main(
-    model: Annotated[str, typer.Option(help="flash, pro or demo.")] = "flash",
-    family: Annotated[str, typer.Option(help="a2, a3, a5 or host.")] = "a2",
-    tokens: Annotated[int, typer.Option(min=1, help="Requests in the step, one token each.")] = 16,
-    context: Annotated[int, typer.Option(min=256, help="Length of the requests.")] = 32768,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
-    detail: Annotated[bool, typer.Option("--detail", help="Name every launch.")] = False,
-    json_file: Annotated[
-        Optional[Path],  # noqa: UP045  typer evaluates the annotation, on Python 3.10 too
-        typer.Option("--json", metavar="FILE", help="Write the launches to FILE as JSON too."),
-    ] = None,
-) -> None:
-    """Print how many launches a decode step makes in a layer of each kind."""
-    layers = layer_launches(model=model, family=family, tokens=tokens, context=context, dtype=dtype)
-    table = Table(title=f"launches of a decode step, {model} on {family}, {tokens} tokens at {context}, {dtype}")
+def print_layers(layers: list[LayerLaunches], title: str, detail: bool, console: Console) -> None:
+    """The launches of each layer by part; with `detail` also their names."""
+    table = Table(title=title)
     for column in ("layer", "router", *PARTS, "all"):
         table.add_column(column, justify="right")
     for layer in layers:
         table.add_row(layer.kind, layer.router, *(str(layer.of(part)) for part in PARTS), str(layer.total))
-    console = Console()
     console.print(table)
-    if detail:
-        for layer in layers:
-            console.print(f"[bold]{layer.kind}, {layer.router}[/bold]", highlight=False)
-            for part in PARTS:
-                names = Counter(launched.name for launched in layer.launches if launched.part == part)
-                listed = ", ".join(name if count == 1 else f"{count} {name}" for name, count in names.items())
-                console.print(f"  {part}: {listed}", highlight=False, soft_wrap=True)
-    if json_file is not None:
-        rows = [
-            {"kind": layer.kind, "router": layer.router, "all": layer.total,
-             **{part: [x.name for x in layer.launches if x.part == part] for part in PARTS}}
-            for layer in layers
-        ]  # fmt: skip
-        what = {"model": model, "family": family, "tokens": tokens, "context": context, "dtype": dtype}
-        json_file.write_text(json.dumps({**what, "layers": rows}, indent=2) + "\n")
+    for layer in layers if detail else ():
+        console.print(f"[bold]{layer.kind}, {layer.router}[/bold]", highlight=False)
+        for part in PARTS:
+            names = Counter(launched.name for launched in layer.launches if launched.part == part)
+            listed = ", ".join(name if count == 1 else f"{count} {name}" for name, count in names.items())
+            console.print(f"  {part}: {listed}", highlight=False, soft_wrap=True)
 
 
-if __name__ == "__main__":
-    run_command(main)
+def as_dicts(layers: list[LayerLaunches]) -> list[dict[str, Any]]:
+    """The layers as `--json` has them: the names of the launches by part."""
+    return [
+        {"kind": layer.kind, "router": layer.router, "all": layer.total,
+         **{part: [x.name for x in layer.launches if x.part == part] for part in PARTS}}
+        for layer in layers
+    ]  # fmt: skip

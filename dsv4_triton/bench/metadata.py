@@ -1,29 +1,25 @@
 """Time to plan one decode step: layout of the batch, and slots of all six cache kinds, at several batch sizes.
 
-Planning happens once per step, whatever the number of layers. Each figure is the median of `--repeat` steps, every one
+Planning happens once per step, whatever the number of layers. Each figure is the median of many steps, every one
 with batch tensors of its own, as vLLM makes them. The peer is the same planning by the PyTorch references on one thread
 (more threads only add waiting at these sizes).
 
-    python -m dsv4_triton.bench.metadata [--json FILE]
+    dsv4-triton bench metadata [--json FILE]
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
-from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Any
 
 import torch
-import typer
 from rich.console import Console
 from rich.table import Table
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from dsv4_triton.backend.geometry import FINE_STATE_ROWS, FINE_TOKENS, FINE_WINDOW_ROWS
 from dsv4_triton.backend.metadata import StepPlanner
-from dsv4_triton.bench import run_command
 from dsv4_triton.compiler import host
 from dsv4_triton.reference.step_layout import step_layout
 from dsv4_triton.reference.token_slots import token_slots
@@ -103,14 +99,8 @@ def measure(batch: int, repeat: int) -> dict[str, Any]:
     return {"sequences": batch, "planner_s": ours, "reference_s": theirs}
 
 
-def main(
-    repeat: Annotated[int, typer.Option(min=1, help="Timed steps for each batch size.")] = 200,
-    json_file: Annotated[
-        Optional[Path],  # noqa: UP045  typer evaluates the annotation, on Python 3.10 too
-        typer.Option("--json", metavar="FILE", help="Write the figures to FILE as JSON too."),
-    ] = None,
-) -> None:
-    """Print the planning time of a decode step at 1, 64 and 256 sequences."""
+def run(repeat: int, console: Console) -> list[dict[str, Any]]:
+    """Print the planning time of a decode step at 1, 64 and 256 sequences; `repeat` timed steps for each."""
     torch.set_num_threads(1)
     with host.installed():
         figures = [measure(batch, repeat) for batch in (1, 64, 256)]
@@ -120,10 +110,5 @@ def main(
     for row in figures:
         ours, theirs = row["planner_s"] * 1e6, row["reference_s"] * 1e6
         table.add_row(str(row["sequences"]), f"{ours:.0f}", f"{theirs:.0f}", f"{ours / theirs:.2f}")
-    Console().print(table)
-    if json_file is not None:
-        json_file.write_text(json.dumps(figures, indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    run_command(main)
+    console.print(table)
+    return figures

@@ -215,14 +215,14 @@ class Case:
         wanted = self.entry.tolerance
         return wanted if isinstance(wanted, Tolerance) else wanted(self.job(family))
 
-    def check(self, inputs: Inputs, family: Family) -> None:
-        """Run the launcher and the reference on copies of `inputs`, which were built for `family`; `MismatchError` says
-        where they differ.
+    def check(self, inputs: Inputs, family: Family, run: Callable[..., Any] | None = None) -> None:
+        """Run the launcher, or `run` in its place, and the reference on copies of `inputs`, which were built for
+        `family`; `MismatchError` says where they differ.
 
         Kernels run on the inputs' device; on the CPU that needs `compiler.host.installed()`.
         """
         mine, theirs = inputs.copy(), inputs.copy()
-        got = self.entry.outcome(mine, self.launcher(**mine.arguments))
+        got = self.entry.outcome(mine, (run or self.launcher)(**mine.arguments))
         expected = self.entry.outcome(theirs, self.reference(**theirs.arguments))
         for name in expected:
             compare(f"{self}: {name}", got[name], expected[name], self.tolerance(family))

@@ -1,0 +1,189 @@
+"""Other implementations of the registry's jobs. Each runs on the same inputs and is held to the same reference.
+
+The registry names them: `eager` is the reference itself. `vllm` is what upstream vLLM runs for the job on this machine,
+where it has something. Names of torch_npu count on an NPU only. `interpreter` is Triton's, of the same kernels, in a
+process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from importlib.util import find_spec
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from dsv4_triton.bench.registry import Case
+from dsv4_triton.bench.registry.case import EAGER
+
+INTERPRETER = "interpreter"
+VLLM = "vllm"
+
+Run = Callable[..., Any]
+"""An implementation: takes the launcher's arguments by name and returns what the launcher returns."""
+
+
+class UnavailableError(RuntimeError):
+    """This machine does not have the baseline; the message says what is missing."""
+
+
+def _hc_pre(arguments: dict[str, Any]) -> Run:
+    """vLLM's fallback for devices without TileLang, and PyTorch's norm behind it, as vLLM composes them."""
+    from vllm.model_executor.kernels.mhc.torch import mhc_pre_torch
+
+    fn = arguments["fn_parts"].float().sum(0)
+
+    def run(**a: Any) -> Any:
+        x, eps = a["x"], a["norm_eps"]
+        post, comb, y = mhc_pre_torch(
+            x, fn, a["scale"], a["base"], eps, a["hc_eps"], a["hc_eps"], 2.0, a["sinkhorn_iters"]
+        )
+        normed = torch.nn.functional.rms_norm(y.float(), y.shape[-1:], a["norm_weight"].float(), eps).to(y.dtype)
+        return normed, post.squeeze(-1), comb
+
+    return run
+
+
+def _hc_post(arguments: dict[str, Any]) -> Run:
+    from vllm.model_executor.kernels.mhc.torch import mhc_post_torch
+
+    return lambda **a: mhc_post_torch(a["y"], a["x"], a["post"][..., None], a["comb"])
+
+
+def _topk(arguments: dict[str, Any]) -> Run:
+    """PyTorch's choice with the same order of results; its rule for equal scores is not fixed."""
+
+    def run(**a: Any) -> torch.Tensor:
+        scores, visible, k = a["scores"], a["n_vis"], a["k"]
+        entries = scores.shape[1]
+        hidden = torch.arange(entries, device=scores.device) >= visible[:, None]
+        best = scores.masked_fill(hidden, -torch.inf).topk(min(k, entries), dim=1, sorted=False).indices
+        last = torch.where(best < visible[:, None], best, entries).sort(dim=1).values
+        result = torch.full((len(scores), k), -1, dtype=torch.int32, device=scores.device)
+        result[:, : last.shape[1]] = torch.where(last < entries, last, -1).to(torch.int32)
+        return result
+
+    return run
+
+
+def _npu_swiglu(arguments: dict[str, Any]) -> Run:
+    """The clamps in PyTorch, the rest by `torch_npu.npu_swiglu`: without row weights."""
+    import torch_npu
+
+    if arguments.get("row_weights") is not None:
+        raise UnavailableError("it takes no weights of rows")
+
+    def run(**a: Any) -> Any:
+        gate, up = a["x"].chunk(2, dim=-1)
+        limit = a["limit"]
+        return torch_npu.npu_swiglu(torch.cat((gate.clamp(max=limit), up.clamp(-limit, limit)), dim=-1), dim=-1)
+
+    return run
+
+
+def _npu_rotary_mul(arguments: dict[str, Any]) -> Run:
+    """`torch_npu.npu_rotary_mul` on the last 64 features, with the rows of the table gathered outside of the time."""
+    import torch_npu
+
+    if arguments.get("out") is not None:
+        raise UnavailableError("it does not work in place")
+    cos, sin = arguments["cos_sin"][arguments["positions"].clamp(min=0).long()].chunk(2, dim=-1)
+    twice = [part.repeat_interleave(2, dim=-1)[None, :, None] for part in (cos, sin)]
+
+    def run(**a: Any) -> Any:
+        x = a["x"]
+        turned = torch_npu.npu_rotary_mul(x[None, ..., -64:].float(), *twice, rotary_mode="interleave")[0]
+        return torch.cat((x[..., :-64], turned.to(x.dtype)), dim=-1)
+
+    return run
+
+
+_MAKERS: dict[tuple[str, str], Callable[[dict[str, Any]], Run]] = {
+    ("hc_pre", VLLM): _hc_pre,
+    ("hc_post", VLLM): _hc_post,
+    ("indexer_topk", "torch.topk"): _topk,
+    ("swiglu", "npu_swiglu"): _npu_swiglu,
+    ("rope", "npu_rotary_mul"): _npu_rotary_mul,
+}
+"""By op and name of the baseline."""
+
+
+def names(case: Case) -> list[str]:
+    """The baselines of a case that run in this process, `eager` first."""
+    found = list(case.baselines)
+    if (case.op, VLLM) in _MAKERS:
+        found.append(VLLM)
+    return found
+
+
+def implementation(case: Case, name: str, arguments: dict[str, Any]) -> Run:
+    """The baseline `name` of a case, prepared for `arguments`; `UnavailableError` where it cannot run here."""
+    if name == EAGER:
+        return case.reference
+    maker = _MAKERS.get((case.op, name))
+    package = VLLM if name == VLLM else "torch" if name.startswith("torch.") else "torch_npu"
+    with suppress(ModuleNotFoundError):  # of a parent package
+        if find_spec(package) is None:
+            raise UnavailableError(f"{package} is not installed")
+    if maker is None:
+        raise UnavailableError("its arguments are not translated")
+    return maker(arguments)
+
+
+class Interpreter:
+    """A process in which Triton interprets kernels. It takes case after case, and is ended and started again where one
+    takes longer than `seconds`, its check against the reference included."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Interpreter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._end()
+
+    def measure(self, case: Case) -> float:
+        """Seconds of one run; `UnavailableError` says why there are none."""
+        if self._process is None:
+            self._process = self._start()
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(json.dumps([case.op, case.name]) + "\n")
+            process.stdin.flush()
+            if not select.select([process.stdout], [], [], self.seconds)[0]:
+                self._end()
+                raise UnavailableError(f"not done after {self.seconds:g} s")
+            answer = json.loads(process.stdout.readline())
+        except (OSError, ValueError):
+            self._end()
+            raise UnavailableError("its process ended") from None
+        if "error" in answer:
+            raise UnavailableError(answer["error"])
+        return float(answer["seconds"])
+
+    @staticmethod
+    def _start() -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dsv4_triton.bench.interpreted"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            env={**os.environ, "TRITON_INTERPRET": "1"}, start_new_session=True,  # Ctrl-C is for this process
+        )  # fmt: skip
+        assert process.stdout is not None
+        process.stdout.readline()  # imports are done
+        return process
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None

@@ -1,0 +1,315 @@
+"""The commands `dsv4-triton bench ...`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+from rich.console import Console
+
+from dsv4_triton.console import print_error, progress_bar, refuse_unwritable
+
+if TYPE_CHECKING:
+    from dsv4_triton.bench.registry import Case
+
+app = typer.Typer(
+    add_completion=False,
+    invoke_without_command=True,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+# Typer evaluates annotations, on Python 3.10 too.
+Names = Optional[list[str]]  # noqa: UP045
+File = Optional[Path]  # noqa: UP045
+JsonFile = Annotated[File, typer.Option("--json", metavar="FILE", help="Write everything that is known to FILE.")]
+FamilyName = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(help="With --estimate: a2, a3 or a5."),
+]
+EstimateFlag = Annotated[
+    bool,
+    typer.Option(
+        "--estimate", help="Measure nothing: compile for --family, count, and print what the cost model says."
+    ),
+]
+
+
+@contextmanager
+def reported(console: Console) -> Iterator[None]:
+    """Errors that a request can cause become one line and status 2."""
+    from dsv4_triton.bench.registry import RegistryError
+    from dsv4_triton.bench.results import ResultsError
+    from dsv4_triton.bench.run import DeviceMissingError
+    from dsv4_triton.compiler.ascend.tools import ToolMissingError
+
+    try:
+        yield
+    except (ValueError, OSError, RegistryError, ResultsError, DeviceMissingError, ToolMissingError) as error:
+        print_error(console, error)
+        raise typer.Exit(2) from None
+
+
+@app.callback()
+def bench(
+    context: typer.Context,
+    kernel: Annotated[
+        Names, typer.Option(metavar="OP", help="An op of the registry; may be given several times. Without it: all.")
+    ] = None,
+    model: Annotated[
+        Names,
+        typer.Option(
+            help="flash, pro or demo; may be given several times. Without it and without --case: demo on the host, "
+            "flash on a device and with --estimate."
+        ),
+    ] = None,
+    case: Annotated[
+        Names,
+        typer.Option(metavar="NAME", help="A case or a pattern such as '*/decode/b64/*'; may be given several times."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="host, npu or cuda.")] = "host",
+    seconds: Annotated[
+        float, typer.Option(min=0.0, help="Time for a case, shared by its implementations; three rounds at least.")
+    ] = 0.5,
+    interpreter: Annotated[
+        float,
+        typer.Option(min=0.0, metavar="SECONDS", help="Limit for a case in Triton's interpreter; 0 leaves it out."),
+    ] = 2.0,
+    baseline: Annotated[
+        File, typer.Option(metavar="FILE", help="Compare with this earlier --json; worse times are status 1.")
+    ] = None,
+    threshold: Annotated[
+        float, typer.Option(min=0.0, help="With --baseline: by which share a median may grow.")
+    ] = 0.15,
+    json: JsonFile = None,
+    html: Annotated[
+        File, typer.Option("--html", metavar="FILE", help="Write one self-contained page with bars.")
+    ] = None,
+    estimate: EstimateFlag = False,
+    family: FamilyName = None,
+) -> None:
+    """Measure ops against their baselines, or estimate them for an NPU; sub-commands measure larger things.
+
+    Every op is compared with its reference first; one that differs gets no time, and the status is 1. Implementations
+    take turns. On the host the default are the cases of the demo model: those of Flash and Pro take minutes each.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    console = _console()
+    for option, wrong in (
+        ("--family", family is not None and not estimate),
+        ("--estimate", estimate and family is None),
+        ("--device", estimate and device != "host"),
+        ("--baseline", estimate and baseline is not None),
+        ("--html", estimate and html is not None),
+    ):
+        if wrong:
+            says = "needs --family a2, a3 or a5" if option == "--estimate" else "needs --estimate"
+            raise typer.BadParameter(
+                says if option in ("--family", "--estimate") else "is not for --estimate", param_hint=option
+            )
+    with reported(console):
+        refuse_unwritable((json, html))
+        if estimate:
+            assert family is not None
+            status = _estimate(_cases(kernel, model, case, "flash"), family, json, console)
+        else:
+            status = _measure(
+                (kernel, model, case), device, seconds, interpreter, baseline, threshold, json, html, console
+            )
+    raise typer.Exit(status)
+
+
+def _cases(kernel: Names, model: Names, case: Names, default: str) -> list[Case]:
+    from dsv4_triton.bench.registry import select
+
+    chosen = model or (None if case else [default])
+    return select(kernel=kernel or None, model=chosen, case=case or None)
+
+
+def _measure(
+    wanted: tuple[Names, Names, Names],
+    device: str,
+    seconds: float,
+    interpreter: float,
+    baseline: Path | None,
+    threshold: float,
+    json: Path | None,
+    html: Path | None,
+    console: Console,
+) -> int:
+    from dsv4_triton.bench import results
+    from dsv4_triton.bench.baselines import Interpreter
+    from dsv4_triton.bench.measure import measure_machine
+    from dsv4_triton.bench.run import Bench, DeviceLostError, device_named, measure_cases
+
+    cases = _cases(*wanted, "demo" if device == "host" else "flash")
+    where = device_named(device)
+    earlier = None if baseline is None else results.Results.read(baseline)
+    with console.status("measuring a copy and a product"):
+        machine = measure_machine(where)
+    found = results.Results(results.environment(where), machine)
+    interprets = Interpreter(interpreter) if interpreter and device == "host" else None
+    status = 0
+    try:
+        with progress_bar(console) as progress, interprets or nullcontext():
+            for figure in measure_cases(cases, Bench(where, machine, seconds, interprets), progress):
+                found.figures.append(figure)
+    except KeyboardInterrupt:
+        found.ended, status = "interrupted", 130
+    except DeviceLostError as error:
+        found.ended, status = str(error), 2
+    compared = [] if earlier is None else results.changes(earlier, found, threshold)
+    if json is not None:
+        json.write_text(found.as_json())
+    if html is not None:
+        html.write_text(results.as_html(found, compared))
+    console.print(results.table(found))
+    console.print(results.summary(found), highlight=False)
+    if found.ended:
+        print_error(console, f"{found.ended}; {len(found.figures)} of {len(cases)} cases are done", "ended early")
+    if earlier is not None:
+        for difference in results.unlike(earlier, found):
+            print_error(console, difference, "another machine")
+        worse = results.regressions(compared)
+        for change in worse:
+            print_error(console, change, "worse")
+        console.print(f"{len(compared)} pairs compared, {len(worse)} worse by more than {threshold:.0%}")
+        status = status or int(bool(worse))
+    return status or int(not found.ok)
+
+
+def _estimate(cases: list[Case], family: str, json: Path | None, console: Console) -> int:
+    """Status 1 where a launch could not be counted for what it is."""
+    from dsv4_triton import offline
+    from dsv4_triton.offline import estimates
+
+    chosen = offline.family_named(family)
+    with progress_bar(console) as progress:
+        found = estimates.estimates(cases, chosen, progress=progress)
+    console.print(estimates.table(found, chosen))
+    console.print(
+        "Estimates by docs/cost_model.md from counts of the compiled code. limit: the least bytes or products of the"
+        " job at the chip's rates. starts: the launches' own, beside the estimate.",
+        highlight=False,
+    )
+    if json is not None:
+        json.write_text(estimates.as_json(found, chosen))
+    return int(any(case.problem for case in found))
+
+
+@app.command()
+def launches(
+    model: Annotated[str, typer.Option(help="flash, pro or demo.")] = "flash",
+    family: Annotated[str, typer.Option(help="a2, a3, a5 or host.")] = "a2",
+    tokens: Annotated[int, typer.Option(min=1, help="Requests in the step, one token each.")] = 16,
+    context: Annotated[int, typer.Option(min=256, help="Length of the requests.")] = 32768,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    detail: Annotated[bool, typer.Option("--detail", help="Name every launch.")] = False,
+    json: JsonFile = None,
+) -> None:
+    """How many launches a decode step makes in a layer of each kind: recorded, nothing runs."""
+    console = _console()
+    with reported(console):
+        _known("family", family, ("a2", "a3", "a5", "host"))
+        _known("model", model, ("flash", "pro", "demo"))
+        refuse_unwritable((json,))
+        from dsv4_triton.bench.launches import as_dicts, layer_launches, print_layers
+
+        what: dict[str, Any] = {"model": model, "family": family, "tokens": tokens, "context": context, "dtype": dtype}
+        layers = layer_launches(**what)
+        title = f"launches of a decode step, {model} on {family}, {tokens} tokens at {context}, {dtype}"
+        print_layers(layers, title, detail, console)
+        _write(json, {**what, "layers": as_dicts(layers)})
+
+
+@app.command()
+def metadata(
+    repeat: Annotated[int, typer.Option(min=1, help="Timed steps for each batch size.")] = 200,
+    json: JsonFile = None,
+) -> None:
+    """Time to plan a decode step of 1, 64 and 256 sequences, beside the PyTorch references."""
+    console = _console()
+    with reported(console):
+        refuse_unwritable((json,))
+        from dsv4_triton.bench.metadata import run
+
+        _write(json, run(repeat, console))
+
+
+@app.command("host-figures")
+def host_figures(json: JsonFile = None) -> None:
+    """The host driver's own figures: native kernels, a launch and cold builds, each beside its goal."""
+    console = _console()
+    with reported(console):
+        refuse_unwritable((json,))
+        from dsv4_triton.bench.host_figures import as_dict, measure, report
+
+        rows, launch = measure()
+        console.print(report(rows, launch), highlight=False)
+        _write(json, as_dict(rows, launch))
+
+
+@app.command()
+def serve(
+    requests: Annotated[int, typer.Option(min=1, help="Concurrent requests, and the batch of transformers.")] = 8,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 256,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens each request generates.")] = 128,
+    repeat: Annotated[int, typer.Option(min=1, help="Timed runs of each side.")] = 3,
+    dtype: Annotated[str, typer.Option(help="dtype of the server: float32 or bfloat16.")] = "float32",
+    beside: Annotated[
+        bool, typer.Option("--transformers/--no-transformers", help="Run transformers in turn with the server.")
+    ] = True,
+    json: JsonFile = None,
+) -> None:
+    """Serve the demo checkpoint on 127.0.0.1, drive it with `vllm bench serve`: tokens per second, TTFT, TPOT."""
+    console = _console()
+    with reported(console):
+        _known("dtype", dtype, ("float32", "bfloat16"))
+        refuse_unwritable((json,))
+        from dsv4_triton.bench.serve import Load, Report, measure, table
+        from dsv4_triton.demo.serve import Interrupts, ServerFailedError
+
+        report, interrupts, status = Report(dtype, Load(requests, prompt_tokens, new_tokens)), Interrupts(), 0
+        try:
+            with interrupts.watched():
+                measure(report, repeat, beside, console, interrupts)
+        except (Exception, KeyboardInterrupt) as error:
+            if not interrupts.pending and not isinstance(error, ServerFailedError):
+                raise
+            status = 130 if interrupts.pending else 1
+            print_error(console, "interrupted" if interrupts.pending else error)
+        if report.runs:
+            console.print(table(report))
+            if report.ratio is not None:
+                console.print(f"ratio {report.ratio:.2f}")
+            _write(json, report.as_json())
+    raise typer.Exit(status)
+
+
+def _known(kind: str, name: str, existing: tuple[str, ...]) -> None:
+    if name not in existing:
+        raise ValueError(f"unknown {kind} {name!r}. There are: {', '.join(existing)}")
+
+
+def _write(file: Path | None, content: Any) -> None:
+    """`content` to `file`, as JSON where it is not text."""
+    if file is not None:
+        file.write_text(content if isinstance(content, str) else dumps(content, indent=2) + "\n")
+
+
+def _console() -> Console:
+    """The terminal, or lines of 160 characters where there is none to fold tables for; with quiet libraries.
+
+    The environment is set before torch and vLLM are imported: vLLM's messages stand in nobody's way, and torch's
+    threads sleep while a kernel's threads work.
+    """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    console = Console()
+    return console if console.is_terminal else Console(width=160)

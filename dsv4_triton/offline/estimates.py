@@ -1,0 +1,208 @@
+"""What `dsv4-triton bench --estimate` prints: exact facts and an estimate for every launch of a case, no measurement.
+
+The facts are counts of the planned HIVM, the estimate is the model of docs/cost_model.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from typing import Any
+
+import torch
+from rich.table import Table
+from rich.text import Text
+
+from dsv4_triton.bench.registry import Case
+from dsv4_triton.compiler.ascend.jobs import Outcome, run_all
+from dsv4_triton.compiler.cost import arguments_of, count, estimate
+from dsv4_triton.compiler.cost.estimate import minimum_seconds
+from dsv4_triton.device import Family
+from dsv4_triton.offline import Compiled, compile_cases
+
+BINDING = {
+    "cube": "cube", "cube_feed": "cube", "vector": "vector", "scalar": "scalar", "transfer_in": "memory in",
+    "transfer_out": "memory out",
+}  # fmt: skip
+"""Kinds of the cost model's resources; the others are transfers in both directions."""
+LAUNCH = "launch"
+_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class LaunchEstimate:
+    """One launch. Seconds are estimates without the launch's start.
+
+    resource: what it waits for, in the cost model's words. resources: seconds of each. bytes_in, bytes_out: from and
+    to global memory, re-reads and workspace included. macs, vector, scalar: operations of all cores. problem: why it
+    could not be counted, or what the count had to assume.
+    """
+
+    kernel: str
+    programs: int
+    core: str = ""
+    ub_percent: int = 0
+    seconds: float = 0.0
+    resource: str = ""
+    resources: dict[str, float] = field(default_factory=dict)
+    bytes_in: int = 0
+    bytes_out: int = 0
+    macs: int = 0
+    vector: int = 0
+    scalar: int = 0
+    problem: str = ""
+
+    @property
+    def binding(self) -> str:
+        """cube, vector, scalar, memory in or memory out: of transfers in both directions the one that moves more."""
+        if not self.resource:
+            return ""
+        return BINDING.get(self.resource, "memory in" if self.bytes_in >= self.bytes_out else "memory out")
+
+
+@dataclass(frozen=True)
+class CaseEstimate:
+    """A case on a family. `limit_seconds` is the roofline: of the least bytes at the memory's rate, or of the least
+    products at the cubes'. `launch_seconds` are the starts of all launches; they stand beside the estimate."""
+
+    family: str
+    op: str
+    case: str
+    bytes: int
+    macs: int
+    limit_seconds: float
+    launch_seconds: float
+    launches: tuple[LaunchEstimate, ...]
+
+    @property
+    def seconds(self) -> float:
+        return sum(launch.seconds for launch in self.launches)
+
+    @property
+    def problem(self) -> str:
+        return "; ".join(dict.fromkeys(launch.problem for launch in self.launches if launch.problem))
+
+    @property
+    def binding(self) -> str:
+        """What the case waits for: the start of its launches, or what its longest launch does."""
+        if self.launch_seconds > self.seconds:
+            return LAUNCH
+        return max(self.launches, key=lambda launch: launch.seconds).binding
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "op": self.op, "case": self.case, "bytes": self.bytes, "macs": self.macs, "seconds": self.seconds,
+            "limit_seconds": self.limit_seconds, "launch_seconds": self.launch_seconds, "binding": self.binding,
+            "problem": self.problem, "launches": [{**asdict(one), "binding": one.binding} for one in self.launches],
+        }  # fmt: skip
+
+
+def estimates(
+    cases: Sequence[Case], family: Family, *, jobs: int | None = None, progress: Callable[[int, int, str], None]
+) -> list[CaseEstimate]:
+    """Compile and count the cases that `family` has, in their order."""
+    compiled = compile_cases(cases, family, jobs=jobs, progress=progress)
+    groups = [(case, list(group)) for case, group in groupby(compiled, lambda one: one.case)]
+    found: dict[int, list[LaunchEstimate]] = {}
+
+    def finish(index: int, outcome: Outcome) -> None:
+        case, group = groups[index]
+        if outcome.fate == "done":
+            found[index] = [LaunchEstimate(**one) for one in json.loads(outcome.body)]
+        else:
+            problem = f"not counted: {outcome.message or outcome.fate}"
+            found[index] = [LaunchEstimate(one.result.kernel, 0, problem=problem) for one in group]
+        progress(len(found), len(groups), f"counted {case}")
+
+    work = [lambda group=group: _counted(group, family) for _, group in groups]
+    run_all(work, jobs or len(os.sched_getaffinity(0)), _SECONDS, finish, nullcontext())
+    return [_case(case, found[index], family) for index, (case, _) in enumerate(groups)]
+
+
+def _case(case: Case, launches: Sequence[LaunchEstimate], family: Family) -> CaseEstimate:
+    assert family.speed is not None
+    least = case.minimum(family)
+    return CaseEstimate(
+        family.name, case.op, case.name, least.bytes, least.macs, minimum_seconds(least, family),
+        family.speed.launch_seconds * len(launches), tuple(launches),
+    )  # fmt: skip
+
+
+def _counted(group: Sequence[Compiled], family: Family) -> bytes:
+    """In a forked process: torch's own threads have stayed behind in its parent."""
+    torch.set_num_threads(1)
+    return json.dumps([asdict(_launch(one, family)) for one in group]).encode()
+
+
+def _launch(one: Compiled, family: Family) -> LaunchEstimate:
+    if one.launch is None or not one.result.ok:
+        return LaunchEstimate(one.result.kernel, 0, problem=one.result.message or one.result.status)
+    facts = count(one.result.hivm, family, one.launch.grid, arguments_of(one.launch), unwritten=one.unwritten)
+    cost = estimate(facts, family, resident=one.scratch)
+    total, problems = facts.launch(), [*one.result.faults, *one.result.losses]
+    moved = total.by("bytes")
+    if facts.assumed or facts.unsupported:
+        problems.append(f"the count assumes {', '.join([*facts.assumed, *facts.unsupported])}")
+    core, ub = "", 0
+    if one.result.facts is not None:
+        core, ub = one.result.facts.core, round(100 * one.result.facts.used("UB") / family.ub_bytes)
+    return LaunchEstimate(
+        one.result.kernel, facts.programs, core, ub, cost.seconds, cost.resource,
+        {name: seconds for name, seconds in cost.resources.items() if seconds},
+        sum(n for path, n in moved.items() if path.startswith(("gm_", "ws_"))),
+        sum(n for path, n in moved.items() if path.endswith(("_gm", "_ws"))),
+        total.total("mac"), total.total("velem") + total.total("ave"), total.total("scalar"), "; ".join(problems),
+    )  # fmt: skip
+
+
+def table(found: Sequence[CaseEstimate], family: Family) -> Table:
+    """A line for each case, and one below it for each launch where there are several."""
+    title = f"ESTIMATE for {family.title}, compiled for {family.target}; nothing ran on a device"
+    result = Table(box=None, pad_edge=False, title=title, title_justify="left")
+    for heading in ("op", "case or kernel"):
+        result.add_column(heading, overflow="fold")
+    for heading in ("programs", "UB %", "bytes in", "out", "MACs", "estimate us", "limit us", "ratio", "starts us"):
+        result.add_column(heading, justify="right", no_wrap=True)
+    result.add_column("waits for")
+    result.add_column("remarks", overflow="fold", ratio=1)
+    for case in found:
+        few = len(case.launches) == 1
+        only = case.launches[0]
+        result.add_row(
+            case.op, case.case, f"{only.programs}" if few else "", f"{only.ub_percent}" if few else "",
+            _count(sum(one.bytes_in for one in case.launches)), _count(sum(one.bytes_out for one in case.launches)),
+            _count(sum(one.macs for one in case.launches)), _microseconds(case.seconds),
+            _microseconds(case.limit_seconds), f"{case.seconds / case.limit_seconds:.3g}" if case.limit_seconds else "",
+            f"{case.launch_seconds * 1e6:.0f}", case.binding, Text(case.problem, "yellow"),
+        )  # fmt: skip
+        for one in case.launches if not few else ():
+            result.add_row(
+                "", f"  {one.kernel.strip('_').removesuffix('_kernel')}", f"{one.programs}", f"{one.ub_percent}",
+                _count(one.bytes_in), _count(one.bytes_out), _count(one.macs), _microseconds(one.seconds), "", "", "",
+                one.binding, "", style="dim",
+            )  # fmt: skip
+    return result
+
+
+def _microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.4g}"
+
+
+def _count(number: int) -> str:
+    for scale, unit in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if number >= scale:
+            return f"{number / scale:.3g}{unit}"
+    return str(number) if number else ""
+
+
+def as_json(found: Sequence[CaseEstimate], family: Family) -> str:
+    """Everything that is known."""
+    content = {
+        "schema": 1, "kind": "estimate", "family": family.name, "target": family.target,
+        "model": "docs/cost_model.md", "cases": [case.as_dict() for case in found],
+    }  # fmt: skip
+    return json.dumps(content, indent=1) + "\n"
