@@ -11,17 +11,21 @@ A tile is BLOCK rows of one page: q [HI, 128] times K^T [128, BLOCK]; the other 
 core, with a function that its device library lacks. Tiles from n_vis on are not read; rows from n_vis on inside the
 last tile are computed, and replaced if the caller wants them hidden. Grid: one program per cube core at most,
 persistent over (group of tiles, token), tokens first: short requests then leave no core idle. L0C bytes:
-BLOCK * HI * 4. UB bytes: about BLOCK * HI * 8. On A2 and A3 `tile_mix_vector_loop=1` divides the vector work between
-both vector cores, and a single store per tile keeps matrix and vector work overlapped; hence a second kernel for the
-rest of the row.
+BLOCK * HI * 4. UB bytes: about BLOCK * HI * 8. On A2 and A3 `tile_mix_vector_loop` divides the vector work between both
+vector cores, and a single store per tile keeps matrix and vector work overlapped; hence a second kernel for the rest of
+the row.
 Families: all (e4m3 where the matrix unit has it: A5, host). Source: docs/model.md, section 6.
 """
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from dsv4_triton.device import family_of
+from dsv4_triton.autotune.space import MIXED, Choices, Key, Space, mixing
+from dsv4_triton.device import Family, family_of
 from dsv4_triton.kernels._checks import check_filled, check_tensor, output
 from dsv4_triton.kernels._index_quant import FORMATS, SCALE_DTYPES
 
@@ -116,6 +120,40 @@ def tiles_per_group(tokens: int, tiles: int, cores: int) -> int:
     return max(min(share, MIN_TILES_PER_GROUP), min(triton.cdiv(share, GROUPS_PER_CORE), MAX_TILES_PER_GROUP))
 
 
+def _default(family: Family, key: Key) -> dict[str, Any]:
+    """BLOCK: rows of a tile. GROUP: tiles of an item."""
+    tile = min(key["rows"], MAX_TILE_ROWS)
+    group = tiles_per_group(key["tokens"], triton.cdiv(key["entries"], tile), family.cube_cores)
+    return {"BLOCK": tile, "GROUP": group, **MIXED}
+
+
+def _candidates(family: Family, key: Key) -> Choices:
+    """On the host a sum over heads is one operation for any tile."""
+    tile = min(key["rows"], 2 * MAX_TILE_ROWS)
+    blocks = [b for b in (tile, tile // 2, tile // 4) if b >= 16] or [tile]
+    group = _default(family, key)["GROUP"]
+    groups = sorted({group, *(g for g in (1, 2, 4, 8, 16, 32, 64, 128) if group < 4 * g and g <= 4 * group)})
+    if not family.arch:
+        return {"BLOCK": blocks, "GROUP": groups}
+    return {"BLOCK": blocks, "GROUP": groups, **mixing(family)}
+
+
+def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:
+    """A tile is part of a page; its scores fit the accumulators, and three times their share vector memory."""
+    block, scores = config["BLOCK"], config["BLOCK"] * key["heads"] * 4
+    if block & (block - 1) or key["rows"] % block:
+        return f"BLOCK {block} is no power of two that divides the {key['rows']} rows of a page"
+    if not family.arch:
+        return ""
+    if scores > family.l0c_bytes:
+        return f"BLOCK {block}: scores take {scores} bytes, L0C has {family.l0c_bytes}"
+    vector = 3 * scores // (1 if family.vector_registers else 2)
+    return f"BLOCK {block}: scores take {vector} bytes, UB has {family.ub_bytes}" if vector > family.ub_bytes else ""
+
+
+SPACE = Space(OP, default=_default, candidates=_candidates, fits=_fits, buckets=("tokens", "entries"))
+
+
 def indexer_score(
     q: torch.Tensor,
     q_scale: torch.Tensor | None,
@@ -156,8 +194,7 @@ def indexer_score(
         dtype = SCALE_DTYPES[q.dtype]
         check_tensor(OP, "q_scale", q_scale, (tokens, heads), dtype, device=device)
         check_tensor(OP, "scale_cache", scale_cache, (blocks, rows), dtype, device=device, layout="page")
-    tile = min(rows, MAX_TILE_ROWS)
-    if rows % tile or tile & (tile - 1):
+    if rows % min(rows, MAX_TILE_ROWS) or (rows < MAX_TILE_ROWS and rows & (rows - 1)):
         raise ValueError(f"{OP}: key_cache has {rows} rows in a block, expected a power of two or a multiple of 128")
     capacity = block_table.shape[1] * rows
     if max_entries > capacity:
@@ -167,11 +204,13 @@ def indexer_score(
         return out
     check_filled(OP, key_cache=key_cache, block_table=block_table)
     family = family_of(device.type)
-    group = tiles_per_group(tokens, triton.cdiv(max_entries, tile), family.cube_cores)
+    config = SPACE(family, tokens=tokens, entries=max_entries, heads=heads, rows=rows, dtype=q.dtype)
+    tile, group = config["BLOCK"], config["GROUP"]
     items = tokens * triton.cdiv(max_entries, tile * group)
     key_scales = key_cache if scale_cache is None else scale_cache
     if hide:
-        _hide_kernel[(min(tokens, family.vector_cores),)](n_vis, out, tokens, max_entries, BLOCK=tile, WIDTH=HIDE_WIDTH)
+        grid = (min(tokens, family.vector_cores),)
+        _hide_kernel[grid](n_vis, out, tokens, max_entries, BLOCK=tile, WIDTH=HIDE_WIDTH)
     grid = (min(items, family.cube_cores),)
     _indexer_score_kernel[grid](
         q,
@@ -197,6 +236,6 @@ def indexer_score(
         BLOCK=tile,
         SCALED=scaled,
         HIDE=hide,
-        tile_mix_vector_loop=1,
+        **config.options,
     )
     return out
