@@ -1,0 +1,254 @@
+"""`dsv4-triton bench`: no time without a check, turns, comparison with an earlier run, bad requests, interruption."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dsv4_triton.bench import measure, results
+from dsv4_triton.bench.baselines import Interpreter, UnavailableError, implementation
+from dsv4_triton.bench.measure import Machine, Times, alternate
+from dsv4_triton.bench.registry import Case, Minimum, select
+from dsv4_triton.bench.results import Results, ResultsError
+from dsv4_triton.bench.run import OURS, Bench, DeviceLostError, Figure
+from dsv4_triton.cli import app
+from dsv4_triton.device import HOST
+
+MACHINE = Machine(1e10, {"float32": 1e11, "bfloat16": 1e9})
+CPU = torch.device("cpu")
+QUICK = ["--kernel", "muls_add", "--kernel", "step_layout", "--seconds", "0", "--interpreter", "0"]
+"""Four cases."""
+
+
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "measure_machine", lambda device: MACHINE)
+
+
+def bench(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["bench", *arguments])
+
+
+def wrong(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
+    """The reference of one op disagrees with its kernel from now on."""
+    honest = Case.reference.fget
+    assert honest is not None
+
+    def reference(case: Case) -> Any:
+        return (lambda **a: honest(case)(**a) + 1) if case.op == op else honest(case)
+
+    monkeypatch.setattr(Case, "reference", property(reference))
+
+
+def figure(median: float, op: str = "rope", status: Any = "ok") -> Figure:
+    times = {OURS: Times(median, median, median, 3), "eager": Times(2.0, 2.0, 2.0, 3)} if status == "ok" else {}
+    return Figure(op, "demo/decode/b5", status, "", 10, 0, 0.5, times)
+
+
+def run_of(*figures: Figure, **where: Any) -> Results:
+    environment = {"device": "cpu", "family": "host", "chip": "a CPU", "threads": 2, "versions": {}, "commit": ""}
+    return Results({**environment, **where}, MACHINE, list(figures))
+
+
+def test_a_run_and_its_files(tmp_path: Path) -> None:
+    file, page = tmp_path / "r.json", tmp_path / "r.html"
+    result = bench(*QUICK, "--json", str(file), "--html", str(page))
+    assert result.exit_code == 0, result.output
+    assert "muls_add" in result.output and "demo/prefill/t45" in result.output and "4 ok" in result.output
+    content = json.loads(file.read_text())
+    assert content["kind"] == "measured" and content["device"] == "cpu" and content["chip"] and content["commit"]
+    assert content["versions"]["torch"] == torch.__version__ and content["threads"] >= 1
+    for one in content["figures"]:
+        times = one["times"][OURS]
+        assert 0 < times["p20"] <= times["median"] <= times["p80"] and times["runs"] >= 3
+        assert one["ratios"]["eager"] == pytest.approx(one["times"]["eager"]["median"] / times["median"])
+        assert one["bytes"] > 0 and one["share"] > 0
+    text = page.read_text()
+    assert "muls_add" in text and "http" not in text, "one file, nothing fetched"
+
+
+def test_a_failing_check_prints_no_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wrong(monkeypatch, "muls_add")
+    file = tmp_path / "r.json"
+    result = bench(*QUICK, "--json", str(file))
+    assert result.exit_code == 1
+    assert "2 ok, 2 failed" in result.output and "values differ" in result.output
+    for one in json.loads(file.read_text())["figures"]:
+        assert (one["times"] == {}) == (one["op"] == "muls_add"), one
+        assert (one["share"] == 0.0) == (one["op"] == "muls_add"), one
+
+
+def test_a_baseline_that_is_wrong_gets_no_time(monkeypatch: pytest.MonkeyPatch, host_driver: None) -> None:
+    def swapped(case: Case, name: str, arguments: dict[str, Any]) -> Any:
+        honest = implementation(case, name, arguments)
+        return honest if honest is case.reference else lambda **a: honest(**a) + 1
+
+    monkeypatch.setattr("dsv4_triton.bench.baselines.implementation", swapped)
+    (case,) = select(kernel="indexer_topk", case="demo/decode/b5")
+    found = Bench(CPU, MACHINE, 0.0).measure(case)
+    assert found.status == "ok" and set(found.times) == {OURS, "eager"}
+    assert "differs from the reference" in found.missing["torch.topk"]
+
+
+def test_a_case_that_breaks_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = Case.build
+
+    def build(case: Case, *args: Any, **options: Any) -> Any:
+        if case.op == "muls_add" and options.get("fill", True):
+            raise TypeError("no such argument")
+        return broken(case, *args, **options)
+
+    monkeypatch.setattr(Case, "build", build)
+    result = bench(*QUICK)
+    assert result.exit_code == 1 and "TypeError: no such argument" in result.output and "2 ok" in result.output
+
+
+def test_what_does_not_fit_is_skipped_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsv4_triton.bench.run.free_bytes", lambda device: 3 << 30)
+    (case,) = select(kernel="moe_experts", case="flash/decode/b16")
+    found = Bench(CPU, MACHINE, 0.0).measure(case)
+    assert found.status == "skipped" and "needs about" in found.message and "2.0 GiB can be taken" in found.message
+    assert run_of(found).ok
+
+
+def test_memory_that_runs_out_is_a_skip(monkeypatch: pytest.MonkeyPatch, host_driver: None) -> None:
+    monkeypatch.setattr(Case, "check", lambda *_: torch.empty(1 << 45, dtype=torch.uint8))
+    (case,) = select(kernel="muls_add", case="demo/decode/b5")
+    found = Bench(CPU, MACHINE, 0.0).measure(case)
+    assert (found.status, found.message) == ("skipped", "ran out of memory")
+
+
+def test_implementations_take_turns() -> None:
+    order: list[str] = []
+    found = alternate({name: (lambda name=name: order.append(name)) for name in "abc"}, 0.0)
+    assert "".join(order) == "abc" + "abc" + "bca" + "cab", "one run of each does not count"
+    assert {times.runs for times in found.values()} == {3}
+
+
+def test_times_and_roofline() -> None:
+    assert Times.of([5.0, 1.0, 2.0, 3.0, 4.0, 6.0]) == Times(3.5, 2.0, 5.0, 6)
+    assert MACHINE.seconds(Minimum(10**9)) == pytest.approx(0.1)
+    assert MACHINE.seconds(Minimum(1, 10**11, torch.float32)) == pytest.approx(1.0)
+    # bf16 products are slower here than fp32 ones: the job can be done at the faster rate.
+    assert MACHINE.seconds(Minimum(1, 10**11, torch.bfloat16)) == pytest.approx(1.0)
+
+
+def test_comparison_with_an_earlier_run(tmp_path: Path) -> None:
+    earlier, now = run_of(figure(1.0), figure(1.0, "hc_pre")), run_of(figure(1.1), figure(1.3, "hc_pre"))
+    compared = results.changes(earlier, now, 0.15)
+    assert [(c.op, c.worse) for c in compared] == [("rope", False), ("hc_pre", True)]
+    assert [c.op for c in results.regressions(compared)] == ["hc_pre"]
+    assert "1.30 times as long" in str(compared[1])
+    assert results.unlike(earlier, run_of(chip="another")) == ["chip: a CPU then, another now"]
+    file = tmp_path / "r.json"
+    file.write_text(earlier.as_json())
+    again = Results.read(file)
+    assert again.figures == earlier.figures and again.machine == MACHINE
+
+
+@pytest.mark.parametrize(("factor", "status"), [(1e-6, 1), (1e6, 0)])
+def test_baseline_sets_the_status(tmp_path: Path, factor: float, status: int) -> None:
+    """Against a run that was a million times as fast, or as slow."""
+    file = tmp_path / "r.json"
+    assert bench(*QUICK, "--json", str(file)).exit_code == 0
+    content = json.loads(file.read_text())
+    for one in content["figures"]:
+        one["times"][OURS]["median"] *= factor
+    file.write_text(json.dumps(content))
+    result = bench(*QUICK, "--baseline", str(file))
+    assert result.exit_code == status, result.output
+    assert "4 pairs compared" in result.output and ("worse:" in result.output) == bool(status)
+
+
+def test_an_interrupted_run_keeps_what_is_done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    interrupted_after(monkeypatch, KeyboardInterrupt())
+    file = tmp_path / "r.json"
+    result = bench(*QUICK, "--json", str(file))
+    assert result.exit_code == 130 and "2 of 4 cases are done" in result.output
+    content = json.loads(file.read_text())
+    assert content["ended"] == "interrupted" and len(content["figures"]) == 2
+
+
+def test_a_device_that_disappears_loses_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    interrupted_after(monkeypatch, DeviceLostError("npu no longer answers"))
+    file = tmp_path / "r.json"
+    result = bench(*QUICK, "--json", str(file))
+    assert result.exit_code == 2 and "npu no longer answers; 2 of 4 cases are done" in result.output
+    assert len(json.loads(file.read_text())["figures"]) == 2
+
+
+def interrupted_after(monkeypatch: pytest.MonkeyPatch, event: BaseException) -> None:
+    """The third case ends with `event`."""
+    done: list[Case] = []
+
+    def measured(bench: Bench, case: Case) -> Figure:
+        done.append(case)
+        if len(done) == 3:
+            raise event
+        return figure(1.0, case.op)
+
+    monkeypatch.setattr(Bench, "measure", measured)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--kernel", "hc_pots"], "did you mean 'hc_post'? There are: compressor_fold"),
+        (["--case", "flash/decode/b2"], "unknown case 'flash/decode/b2'"),
+        (["--model", "large"], "There are: flash, pro, demo"),
+        (["--device", "gpu"], "There are: host, npu, cuda"),
+        (["--device", "npu"], "needs torch_npu"),
+        (["--estimate", "--family", "a4"], "There are: a2, a3, a5"),
+        (["--estimate"], "needs --family"),
+        (["--family", "a2"], "needs --estimate"),
+        (["--estimate", "--family", "a2", "--html", "x.html"], "not for --estimate"),
+        (["--seconds", "-1"], "--seconds"),
+        (["--baseline", "/nowhere/r.json"], "No such file"),
+        (["--json", "/nowhere/r.json"], "/nowhere/r.json cannot be written"),
+        (["--html", "/"], "/ cannot be written"),
+        (["nonesuch"], "No such command 'nonesuch'"),
+        (["serve", "--dtype", "float16"], "There are: float32, bfloat16"),
+        (["launches", "--family", "a4"], "There are: a2, a3, a5, host"),
+    ],
+    ids=str,
+)
+def test_bad_requests_are_refused_before_any_work(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], says: str
+) -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError("work has begun")
+
+    monkeypatch.setattr(measure, "measure_machine", never)
+    result = bench(*arguments)
+    assert result.exit_code == 2, result.output
+    assert says in result.output.replace("\n", " ")
+
+
+def test_a_baseline_file_of_something_else(tmp_path: Path) -> None:
+    file = tmp_path / "other.json"
+    for text in ("[]", "{}", "no json", '{"schema": 1, "kind": "estimate"}'):
+        file.write_text(text)
+        with pytest.raises(ResultsError, match="is not a file of `bench --json`"):
+            Results.read(file)
+
+
+def test_the_interpreter_has_a_limit() -> None:
+    slow, quick = (select(kernel=op, case="demo/decode/b5")[0] for op in ("indexer_topk", "muls_add"))
+    with Interpreter(60.0) as interpreter:
+        assert interpreter.measure(quick) > 0
+        interpreter.seconds = 0.01
+        with pytest.raises(UnavailableError, match=r"not done after 0\.01 s"):
+            interpreter.measure(slow)
+        assert interpreter._process is None, "the process is gone"
+
+
+def test_vllms_ops_agree_with_the_references(host_driver: None) -> None:
+    for op in ("hc_pre", "hc_post"):
+        (case,) = select(kernel=op, case="demo/decode/b5")
+        inputs = case.build(HOST)
+        case.check(inputs, HOST, implementation(case, "vllm", inputs.arguments))
