@@ -198,7 +198,8 @@ def latent_norm_insert(
     padded = next_power_of_2(width)
     values, as_bytes = record_views(cache)
     states = (main is not None) + (index is not None)
-    unused = _Rows(latent, latent, latent[None], slots)
+    row = latent[:1]  # its shape says nothing of the step: sizes of these are constants of the kernel
+    unused = _Rows(row, row, row[None], slots)
     main, index = main or unused, index or unused
     _latent_norm_insert_kernel[(min(triton.cdiv(tokens, share) * (2 + states), cores),)](
         latent, latent_weight, out, kv, kv_weight, positions, cos_sin, values, as_bytes, slots, *main, *index,
