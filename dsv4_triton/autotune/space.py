@@ -85,10 +85,11 @@ def mixing(family: Family) -> Choices:
 
 
 def products(family: Family) -> Choices:
-    """For kernels that are matrix products alone: which buffers are doubled, and synchronisation by unit flags."""
+    """Options of a kernel of matrix products alone: whether the cube's stores wait by unit, and double buffers where
+    they are not the default. Without them the cube waits for its operands, which the cost model does not see."""
     if not family.arch:
         return {}
-    return {**buffering(family), "limit_auto_multi_buffer_of_local_buffer": (None, "no-l0c"), "unit_flag": (None, True)}
+    return {"unit_flag": (None, True), **({"multibuffer": (None, True)} if family.vector_registers else {})}
 
 
 _trial: Trial | None = None

@@ -14,21 +14,23 @@ DeepSeek inference code.
 """
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from dsv4_triton.device import family_of
+from dsv4_triton.autotune.space import Choices, Key, Space, mixing
+from dsv4_triton.device import Family, family_of
 from dsv4_triton.kernels._checks import FLOATS, check_tensor, output
 from dsv4_triton.kernels._lang import extract_slice
-from dsv4_triton.kernels._tiling import even_block
-from dsv4_triton.kernels.grouped_matmul import BLOCK_ROWS
+from dsv4_triton.kernels.grouped_matmul import BLOCK_ROWS, depth_block, operands_fit
 from dsv4_triton.kernels.swiglu import clamped_swiglu
 
 OP = "grouped_matmul_swiglu"
 _MAX_GATE_BLOCK = 64
-RUNS_OF_LARGE_TILES = 2
+_RUNS_OF_LARGE_TILES = 2
 """Runs of w13 in a tile of 128 rows, whose operands would otherwise not reach the matrix unit in time."""
 
 
@@ -52,7 +54,9 @@ def _grouped_matmul_swiglu_kernel(
     """A tile holds RUNS runs of BN gate rows, each with its up rows."""
     m = tl.arange(0, BM)
     n = tl.arange(0, 2 * RUNS * BN)
-    k = tl.arange(0, BK)
+    FIRST: tl.constexpr = (K - 1) % BK + 1
+    k = tl.arange(0, BK)[None, :]
+    first = tl.arange(0, FIRST)[None, :]
     column_blocks: tl.constexpr = INNER // (RUNS * BN)
     for item in range(tl.program_id(0), tl.load(num_tiles_ptr) * column_blocks, tl.num_programs(0)):
         tile = item // column_blocks
@@ -61,12 +65,13 @@ def _grouped_matmul_swiglu_kernel(
         row = tl.load(tiles_ptr + capacity + tile).to(tl.int64)
         rows = tl.load(tiles_ptr + 2 * capacity + tile)
         live = (m < rows)[:, None]
-        x_at = x_ptr + row * K + m[:, None] * K + k[None, :]
-        w_at = w_ptr + (expert * (2 * INNER) + 2 * column) * K + n[:, None] * K + k[None, :]
-        acc = tl.dot(tl.load(x_at, mask=live, other=0.0), tl.trans(tl.load(w_at)), input_precision="ieee")
-        for step in range(BK, K, BK):
-            x = tl.load(x_at + step, mask=live, other=0.0)
-            acc = tl.dot(x, tl.trans(tl.load(w_at + step)), acc, input_precision="ieee")
+        x_at = x_ptr + row * K + m[:, None] * K
+        w_at = w_ptr + (expert * (2 * INNER) + 2 * column) * K + n[:, None] * K
+        x_first = tl.load(x_at + first, mask=live, other=0.0)
+        acc = tl.dot(x_first, tl.trans(tl.load(w_at + first)), input_precision="ieee")
+        for step in range(FIRST, K, BK):
+            x = tl.load(x_at + step + k, mask=live, other=0.0)
+            acc = tl.dot(x, tl.trans(tl.load(w_at + step + k)), acc, input_precision="ieee")
         if weight_ptr is not None:
             row_weight = tl.load(weight_ptr + row + m, mask=m < rows, other=0.0)
         target = out_ptr + row * INNER + column + m[:, None] * INNER + tl.arange(0, BN)[None, :]
@@ -87,6 +92,32 @@ def gate_block(inner: int) -> int:
 def gate_up_view(w13: torch.Tensor) -> torch.Tensor:
     """`w13 [E, 2I, K]` as [E, I / B, 2, B, K] with B = gate_block(I): index 0 of axis 2 are gate rows, 1 up rows."""
     return w13.unflatten(1, (-1, 2, gate_block(w13.shape[1] // 2)))
+
+
+def _default(family: Family, key: Key) -> dict[str, Any]:
+    """RUNS runs of w13 in a tile; K in steps of BK."""
+    rows, inner = key["block_rows"], key["inner"]
+    even = inner // gate_block(inner) % _RUNS_OF_LARGE_TILES == 0
+    runs = _RUNS_OF_LARGE_TILES if rows >= 128 and even else 1
+    return {"RUNS": runs, "BK": depth_block(rows, key["width"], key["dtype"]), **dict.fromkeys(mixing(family))}
+
+
+def _candidates(family: Family, key: Key) -> Choices:
+    runs = [r for r in (1, 2, 3, 4) if key["inner"] // gate_block(key["inner"]) % r == 0]
+    if not family.arch:
+        return {"RUNS": runs}
+    depths = (64, 128, 192, 256, 320, 336, 384, 512, 1024)
+    return {"RUNS": runs, "BK": depths, **mixing(family), "tile_mix_vector_loop": (None, 2)}
+
+
+def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:
+    block, runs = gate_block(key["inner"]), config["RUNS"]
+    if key["inner"] % (block * runs):
+        return f"RUNS {runs} does not divide {key['inner'] // block} runs"
+    return operands_fit(family, key["block_rows"], 2 * block * runs, config["BK"], key["width"], key["dtype"])
+
+
+SPACE = Space(OP, default=_default, candidates=_candidates, fits=_fits, buckets=("rows",))
 
 
 def grouped_matmul_swiglu(
@@ -125,12 +156,14 @@ def grouped_matmul_swiglu(
     capacity = tiles.shape[1]
     if out.numel() == 0 or capacity == 0:
         return out
-    block_n = gate_block(inner)
-    block_k = even_block(K, 256 if x.dtype == torch.bfloat16 and block_rows <= 64 else 128)
-    runs = RUNS_OF_LARGE_TILES if block_rows >= 128 and inner // block_n % RUNS_OF_LARGE_TILES == 0 else 1
-    grid = (min(capacity * (inner // (block_n * runs)), family_of(x.device.type).cube_cores),)
+    family = family_of(x.device.type)
+    weighted = row_weights is not None
+    config = SPACE(family, rows=rows, block_rows=block_rows, inner=inner, width=K, dtype=x.dtype, weighted=weighted)
+    block_n, runs = gate_block(inner), config["RUNS"]
+    grid = (min(capacity * (inner // (block_n * runs)), family.cube_cores),)
     _grouped_matmul_swiglu_kernel[grid](
         x, w13, row_weights, tiles, num_tiles, out, capacity,
-        INNER=inner, K=K, LIMIT=float(limit or 0), BM=block_rows, BN=block_n, RUNS=runs, BK=block_k,
+        INNER=inner, K=K, LIMIT=float(limit or 0), BM=block_rows, BN=block_n, RUNS=runs, BK=config["BK"],
+        **config.options,
     )  # fmt: skip
     return out

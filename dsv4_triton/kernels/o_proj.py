@@ -133,10 +133,10 @@ def _grouped_product_kernel(
         w_tile = w_ptr + tl.cast(group * R + first_rank, tl.int64) * K + rank[:, None] * K
         in_tokens = token < T - first_token
         in_ranks = rank < R - first_rank
-        o = _tile(o_tile + first, in_tokens, SCALED)
-        w = _tile(w_tile + first, in_ranks[:, None], SCALED)
+        o_first = _tile(o_tile + first, in_tokens, SCALED)
+        w_first = _tile(w_tile + first, in_ranks[:, None], SCALED)
         # The first product is peeled: an accumulator that starts from a product stays on the cube unit.
-        acc = tl.dot(o, tl.trans(w), input_precision="ieee")
+        acc = tl.dot(o_first, tl.trans(w_first), input_precision="ieee")
         for k in range(FIRST, K, BK):
             o = _tile(o_tile + k + depth, in_tokens, SCALED)
             w = _tile(w_tile + k + depth, in_ranks[:, None], SCALED)
@@ -164,30 +164,28 @@ def _default(family: Family, key: Key) -> dict[str, Any]:
 
 
 def _candidates(family: Family, key: Key) -> Choices:
-    rows = next_power_of_2(key["tokens"])
-    tiles = {
-        "BM": [b for b in (16, 32, 64, 128, 256) if b == 16 >= rows or rows // 4 <= b <= max(64, rows)],
-        "BN": (64, 128, 192, 256, 352, 512),
+    rows = min(next_power_of_2(key["tokens"]), 256)
+    tiles: Choices = {
+        "BM": [b for b in (16, 32, 64, 96, 128, 192, 256) if b == 16 >= rows or rows // 4 < b <= max(64, rows)],
+        "BN": (64, 128, 192, 224, 256, 352),
     }
-    if not family.arch:
-        return tiles
-    return {**tiles, "BK": (128, 224, 256, 288, 512), **products(family)}
+    return {**tiles, "BK": (128, 256, 320, 336, 512, 1024), **products(family)} if family.arch else tiles
 
 
 def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:
-    """Whole tiles with fp8; steps of K in multiples of 16; tiles in L0C, and operands once in L1."""
+    """Whole tiles with fp8; steps of K in multiples of 16; tiles in L0C, and two buffers of each operand in L1: one
+    would leave the cube waiting, which the cost model does not see."""
     bm, bn, bk = config["BM"], config["BN"], config["BK"]
     rank, width, fp8 = key["rank"], key["width"], key["fp8"]
-    if bm > _most_rows(key["tokens"]) or (fp8 and bm & (bm - 1)):
+    if bm > _most_rows(key["tokens"]):
         return f"BM {bm} is no size of a tile for {key['tokens']} tokens"
     if bn > max(16, next_power_of_2(rank)) or (fp8 and rank % bn):
         return f"BN {bn} is no size of a tile for {rank} outputs"
     if bk > width or width % bk % 16:
         return f"BK {bk} does not cut {width} columns"
-    first = (width - 1) % bk + 1
-    operands = (bm + bn) * (bk + first) * (1 if fp8 else key["dtype"].itemsize)
+    operands = 2 * (bm + bn) * bk * (1 if fp8 else key["dtype"].itemsize)
     if bm * bn * 4 > family.l0c_bytes or operands > family.l1_bytes:
-        return f"tile {bm} x {bn} x {bk} does not fit L1 and L0C"
+        return f"tile {bm} x {bn} x {bk} does not fit L0C, or not twice into L1"
     return ""
 
 
@@ -212,8 +210,7 @@ def _scratch(rows: int, groups: int, width: int) -> list[Part]:
 
 def o_proj_workspace(tokens: int, groups: int, width: int) -> int:
     """Bytes that suffice for MXFP8 operands, up to `tokens` tokens and `width` columns a group; others need none."""
-    most = _most_rows(tokens)
-    return workspace_bytes(_scratch(triton.cdiv(tokens, most) * most, groups, width))
+    return workspace_bytes(_scratch(tokens + _most_rows(tokens) - 1, groups, width))
 
 
 def _quantise(
