@@ -8,7 +8,7 @@ from math import lcm
 import torch
 
 from dsv4_triton.device import Family
-from dsv4_triton.kernels._attend_plan import HEAD_DIM, Plan, limits
+from dsv4_triton.kernels._attend_plan import HEAD_DIM, Plan, scratch_bytes
 from dsv4_triton.kernels._workspace import Part
 
 _ALIGNED = 8
@@ -49,7 +49,7 @@ def parts_of(plan: Plan, requests: int, run: int, heads: int, dtype: torch.dtype
         parts["rows"] = (shared_rows(plan, requests) + run * plan.own, HEAD_DIM), dtype
     if plan.own and plan.bias:
         parts["bias"] = (run, plan.own), torch.float32
-    if plan.split is not None:
+    if not plan.launches:
         parts["scores"] = (run, heads, plan.gathered), torch.float32
         parts["weights"] = (run, heads, plan.gathered), dtype
     if plan.slots:
@@ -65,7 +65,7 @@ def shared_rows(plan: Plan, requests: int) -> int:
 
 def run_length(plan: Plan, tokens: int, heads: int, dtype: torch.dtype, family: Family) -> int:
     """Tokens whose scratch fits the family's bound, at least 16; the same number for every core where that is close."""
-    fit = limits(family).scratch_bytes // max(1, plan.scratch(heads, dtype))
+    fit = scratch_bytes(family) // max(1, plan.scratch(heads, dtype.itemsize))
     step = lcm(_ALIGNED, family.cube_cores)
     even = fit // step * step
     return min(tokens, even if 4 * even >= 3 * fit > 0 else max(RUN, fit // RUN * RUN))

@@ -26,34 +26,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
+from dsv4_triton.autotune.space import Config
 from dsv4_triton.device import Family, family_of
 from dsv4_triton.kernels import _attend, _attend_split
 from dsv4_triton.kernels._attend_plan import (
     HEAD_DIM,
     Call,
+    Limits,
     Plan,
-    Split,
     Tiling,
-    attend_options,
-    limits,
+    once,
     plan,
-    score_tiles,
-    softmax_heads,
-    value_width,
+    rounded,
+    scratch_bytes,
+    sizes,
 )
 from dsv4_triton.kernels._attend_scratch import RUN, Scratch, parts_of, run_length, shared_rows
+from dsv4_triton.kernels._attend_space import SPACE, limits_of, most_scratch
+from dsv4_triton.kernels._attend_split_space import MERGE, SCORES, SOFTMAX, VALUES, parts
 from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor, output
 from dsv4_triton.kernels._dense_rows import dense_rows
 from dsv4_triton.kernels._rows import check_rows, is_record
-from dsv4_triton.kernels._tiling import next_power_of_2
 from dsv4_triton.kernels._workspace import ALIGNMENT, carve, check_workspace
 from dsv4_triton.kernels.gather_rows import gather_rows
 
 OP = "sparse_attention"
-MERGE_HEADS = 16
 
 
 @dataclass
@@ -74,6 +75,8 @@ class _Tokens:
     scale: float
     call: Call
     family: Family
+    limit: Limits
+    options: dict[str, Any]
 
     def runs(self, length: int) -> Iterator[_Tokens]:
         """The tokens in runs of `length`."""
@@ -108,17 +111,20 @@ class _Tokens:
         items = tokens * -(-heads // tiling.HEADS)
         splits = 1
         if plan.slots and tiling.TILES:
-            splits = max(1, min(plan.slots - slot0, 4 * self.family.cube_cores // items))
+            splits = max(1, min(plan.slots - slot0, self.limit.CORE_ITEMS * self.family.cube_cores // items))
+        chosen = asdict(tiling) | self.options
+        if once(self.family, tiling, self.limit, items * splits, heads):
+            chosen = {"multibuffer": False} | chosen | {"DV": HEAD_DIM}
         _attend.attend_kernel[(min(items * splits, self.family.cube_cores),)](
             self.q, self.window_cache, self.window_table, rows, table, pick, self.sink, self.token_req, self.positions,
             self.n_vis if counted else self.positions, *scratch.target(self.out, self.sink),
             tokens, heads, self.window_table.stride(0), self.window_cache.stride(0), table.stride(0), rows.stride(0),
             columns, base, base + call.dense, call.window, splits, plan.slots or 1, slot0, self.scale,
             COUNTED=counted, FINAL=not plan.slots, D=HEAD_DIM,
-            **{**asdict(tiling), **attend_options(self.family, tiling, items * splits, heads)},
+            **chosen,
         )  # fmt: skip
 
-    def split(self, split: Split, plan: Plan, scratch: Scratch) -> None:
+    def steps(self, plan: Plan, scratch: Scratch) -> None:
         """Scores, softmax and values of the gathered rows, a launch each."""
         tokens, heads = self.q.shape[:2]
         counted = self.n_vis is not None
@@ -126,39 +132,43 @@ class _Tokens:
         base = plan.base if counted else plan.gathered
         bounds = base, base + self.call.dense
         kind = {"SHARED": plan.shared, "COUNTED": counted}
-        items = tokens * -(-heads // split.SCORE_HEADS)
-        cubes = self.family.cube_cores
-        rows, splits = score_tiles(split, plan.gathered, items, cubes)
+        cubes, vectors = self.family.cube_cores, self.family.vector_cores
+        slots, chunk, first = plan.slots or 1, plan.chunk, plan.base if plan.shared else 0
+        key = {"heads": heads, "chunk": chunk, "first": first, "bytes": self.q.element_size()}
+        config = SCORES(self.family, tokens=tokens, columns=plan.gathered, **key)
+        items = tokens * -(-heads // config["HEADS"])
+        splits = parts(plan.gathered // config["ROWS"], items, cubes)
         _attend_split.scores_kernel[(min(items * splits, cubes),)](
             self.q, scratch.rows, self.token_req, self.positions, n_vis, scratch.scores, tokens, heads, plan.gathered,
-            *bounds, scratch.shared_rows, splits, **kind, RAGGED=heads % split.SCORE_HEADS != 0, ROWS=rows,
-            HEADS=split.SCORE_HEADS, D=HEAD_DIM,
+            *bounds, scratch.shared_rows, splits, **kind, RAGGED=heads % config["HEADS"] != 0, ROWS=config["ROWS"],
+            HEADS=config["HEADS"], D=HEAD_DIM, **config.options,
         )  # fmt: skip
-        slots, final = plan.slots or 1, not plan.slots
+        final = not plan.slots
         values, lse = scratch.target(self.out, self.sink)
-        block = softmax_heads(split, tokens * slots, heads, self.family.vector_cores)
-        items = tokens * slots * -(-heads // block)
-        _attend_split.softmax_kernel[(min(items, self.family.vector_cores),)](
+        config = SOFTMAX(self.family, chunks=tokens * slots, heads=heads, chunk=chunk)
+        block = config["HEADS"]
+        _attend_split.softmax_kernel[(min(tokens * slots * -(-heads // block), vectors),)](
             scratch.scores, scratch.bias, self.sink, self.positions, n_vis, scratch.weights, lse, tokens, heads,
-            plan.gathered, *bounds, slots, self.scale, **kind, FINAL=final,
-            RAGGED=heads % block != 0, CHUNK=split.CHUNK, HEADS=block,
+            plan.gathered, *bounds, slots, self.scale, **kind, FINAL=final, RAGGED=heads % block != 0, CHUNK=chunk,
+            HEADS=block, **config.options,
         )  # fmt: skip
-        width = value_width(split, tokens, heads, cubes)
-        items = tokens * -(-heads // split.VALUE_HEADS) * (HEAD_DIM // width)
+        config = VALUES(self.family, tokens=tokens, **key)
+        block, width, rows = config["HEADS"], config["DV"], config["ROWS"]
+        items = tokens * -(-heads // block) * (HEAD_DIM // width)
         _attend_split.values_kernel[(min(items, cubes),)](
             scratch.weights, scratch.rows, self.token_req, self.positions, n_vis, values, tokens, heads, plan.gathered,
-            *bounds, scratch.shared_rows, slots, **kind, FINAL=final, RAGGED=heads % split.VALUE_HEADS != 0,
-            CHUNK=split.CHUNK, FIRST=split.FIRST, ROWS=split.VALUE_ROWS, HEADS=split.VALUE_HEADS, D=HEAD_DIM, DV=width,
+            *bounds, scratch.shared_rows, slots, **kind, FINAL=final, RAGGED=heads % block != 0, CHUNK=chunk,
+            FIRST=first or rows, ROWS=rows, HEADS=block, D=HEAD_DIM, DV=width, **config.options,
         )  # fmt: skip
 
     def merge(self, plan: Plan, scratch: Scratch) -> None:
         """The partial results and the sink into `out`."""
         tokens, heads = self.q.shape[:2]
-        block = min(MERGE_HEADS, next_power_of_2(heads))
-        base = plan.base or plan.chunk
+        config = MERGE(self.family, tokens=tokens, heads=heads)
+        block, base = config["HEADS"], plan.base or plan.chunk
         _attend_split.merge_kernel[(min(tokens * -(-heads // block), self.family.vector_cores),)](
             scratch.values, scratch.lse, self.sink, self.positions, self.n_vis, self.out, tokens, heads, plan.slots,
-            base, base + self.call.dense, plan.chunk, HEADS=block, D=HEAD_DIM,
+            base, base + self.call.dense, plan.chunk, HEADS=block, D=HEAD_DIM, **config.options,
         )  # fmt: skip
 
     def run(self, plan: Plan, scratch: Scratch) -> None:
@@ -170,10 +180,10 @@ class _Tokens:
                 window=self.call.window if plan.base else 0, columns=plan.own,
                 cmp_cache=self.cmp_cache if alone else None, cmp_table=self.cmp_table if alone else None,
                 n_vis=self.n_vis if alone else None, indices=self.indices, dtype=self.q.dtype, rows=scratch.own_rows,
-                bias=scratch.bias, no_bias=not plan.bias, fill=0 if plan.split is None else plan.split.CHUNK,
+                bias=scratch.bias, no_bias=not plan.bias, fill=0 if plan.launches else plan.chunk,
             )  # fmt: skip
-        if plan.split is not None:
-            self.split(plan.split, plan, scratch)
+        if not plan.launches:
+            self.steps(plan, scratch)
         for slot0, tiling in enumerate(plan.launches):
             self.attend(tiling, plan, scratch, slot0)
         if plan.slots:
@@ -195,16 +205,27 @@ def sparse_attention_workspace(
 ) -> int:
     """Bytes of `workspace` for calls of up to `tokens` tokens, with selections of `topk` and with up to `max_n_vis`
     dense rows. `window_page` and `cmp_page` are rows per block of the caches."""
-    need, bound = 0, limits(family).scratch_bytes
-    for picked, dense, shared in ((0, 0, False), (topk, 0, False), (0, max_n_vis, False), (0, max_n_vis, True)):
-        chosen = plan(family, Call(heads, window, window_page, cmp_page, picked, dense, record, shared))
-        if chosen.gathered or chosen.slots:
-            a_token = chosen.scratch(heads, dtype)
-            # Fewer dense rows take less a token, and then more tokens make a run: the bound holds for those too.
+    need, bound = 0, scratch_bytes(family)
+    calls = [(0, 0, False), (topk, 0, False)]
+    calls += [(0, dense, shared) for dense in sizes(max_n_vis) for shared in (False, True)]
+    for picked, dense, shared in calls:
+        call = Call(heads, window, window_page, cmp_page, picked, dense, record, shared)
+        a_token, a_request = most_scratch(family, call, dtype.itemsize)
+        if a_token or a_request:
             own = min(tokens * a_token, max(RUN * a_token, bound))
-            requests = min(bound, tokens // 2 * chosen.gathered * HEAD_DIM * dtype.itemsize) if chosen.shared else 0
-            need = max(need, own + requests + 6 * ALIGNMENT)
+            need = max(need, own + min(bound, tokens // 2 * a_request) + 6 * ALIGNMENT)
     return need
+
+
+def _chosen(family: Family, call: Call, tokens: int, itemsize: int) -> tuple[Config, Limits, Plan]:
+    """The configuration of a call, its limits, and the launches that follow."""
+    config = SPACE(
+        family, tokens=tokens, dense=rounded(call.dense), heads=call.heads, window=call.window,
+        window_page=call.window_page, cmp_page=call.cmp_page, picked=call.picked, record=call.record,
+        shared=call.shared, bytes=itemsize,
+    )  # fmt: skip
+    limit = limits_of(config)
+    return config, limit, plan(family, call, limit)
 
 
 def sparse_attention(
@@ -277,20 +298,20 @@ def sparse_attention(
     if indices is None and dense == 0:
         cmp_cache = cmp_table = n_vis = None
     check_filled(OP, cmp_cache=cmp_cache, cmp_table=cmp_table)
+    family = family_of(device.type)
+    requests = 0 if cmp_table is None else cmp_table.shape[0]
     call = Call(
         heads, window, window_cache.shape[1], 1 if cmp_cache is None else cmp_cache.shape[1],
         0 if indices is None else indices.shape[1], dense, is_record(window_cache),
+        shared=dense > 0 and 2 * requests <= count,
     )  # fmt: skip
-    family = family_of(device.type)
-    requests = 0 if cmp_table is None else cmp_table.shape[0]
-    chosen = plan(family, call)
-    if dense and chosen.gathered and 2 * requests <= count:
-        several = plan(family, replace(call, shared=True))
-        if shared_rows(several, requests) * HEAD_DIM * q.element_size() <= limits(family).scratch_bytes:
-            chosen = several
+    config, limit, chosen = _chosen(family, call, count, q.element_size())
+    if shared_rows(chosen, requests) * HEAD_DIM * q.element_size() > scratch_bytes(family):
+        call = replace(call, shared=False)
+        config, limit, chosen = _chosen(family, call, count, q.element_size())
     tokens = _Tokens(
         q, window_cache, window_table, token_req, positions, cmp_cache, cmp_table, n_vis, indices, sink, out, scale,
-        call, family,
+        call, family, limit, config.options,
     )  # fmt: skip
     if not chosen.gathered and not chosen.slots:
         tokens.run(chosen, Scratch())
@@ -305,7 +326,7 @@ def sparse_attention(
             together = scratch.rows[: scratch.shared_rows].view(requests, -1, HEAD_DIM)
             dense_rows(
                 cmp_cache, cmp_table, token_req, n_vis, together, family, limit=dense, base=chosen.base,
-                fill=chosen.split.CHUNK if chosen.split else 1,
+                fill=1 if chosen.launches else chosen.chunk,
             )  # fmt: skip
     for run in tokens.runs(length):
         run.run(chosen, scratch.first(len(run.q)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -122,10 +121,8 @@ def test_runs_of_tokens_change_nothing(monkeypatch, compressed, page):
     with acting_as(A2):
         expected = sparse_attention(*inputs.args(), scale=SCALE, **inputs.compressed)
         with monkeypatch.context() as patch:
-            patch.setattr(_attend_plan, "LIMITS", {"a2": replace(_attend_plan.Limits(), scratch_bytes=1)})
-            _attend_plan.plan.cache_clear()
+            patch.setitem(_attend_plan.SCRATCH_BYTES, "a2", 1)
             result = sparse_attention(*inputs.args(), scale=SCALE, **inputs.compressed)
-    _attend_plan.plan.cache_clear()
     assert_equal(result, expected)
 
 
@@ -172,10 +169,8 @@ def test_tokens_of_a_request_share_dense_rows(monkeypatch, family: Family, case)
         check(case)
         shared = sparse_attention(*inputs.args(), scale=SCALE, **inputs.compressed)
         with monkeypatch.context() as patch:
-            patch.setattr(_attend_plan, "LIMITS", {family.name: replace(_attend_plan.Limits(), scratch_bytes=1)})
-            _attend_plan.plan.cache_clear()
+            patch.setitem(_attend_plan.SCRATCH_BYTES, family.name, 1)
             alone = sparse_attention(*inputs.args(), scale=SCALE, **inputs.compressed)
-        _attend_plan.plan.cache_clear()
         tolerance = {"rtol": 1e-5, "atol": 2e-6} if case.dtype == torch.float32 else TOLERANCE[BF16]
         assert_close(shared, alone, **tolerance)
 
