@@ -166,9 +166,22 @@ HOST = Family(
 
 FAMILIES = {family.name: family for family in (A2, A3, A5, HOST)}
 
+CUDA = Family(
+    name="cuda", title="NVIDIA GPU (checks of kernels only)", cube_cores=256, vector_cores=256,
+    ub_bytes=32 * KiB, l1_bytes=48 * KiB, l0c_bytes=32 * KiB, dot_rows=16, dot_copies=3,
+    fp8=False, row_operands=True, mixed_kernels=True, vector_registers=False, vector_sort=False,
+    row_format=RowFormat.PLAIN, index_format="int8",
+)  # fmt: skip
+"""No family of the model: `scripts/gpu_check.sh` runs kernels there, where programs really run at once. As many
+programs as several generations have cores for; memories such that tiles fit registers and shared memory."""
 
 DEVICE_TYPES = ("cpu", "npu")
 """Torch device types with kernels."""
+
+
+def device_types() -> tuple[str, ...]:
+    """Torch device types with kernels now: `cuda` only while acting as `CUDA`, so that nothing is served there."""
+    return (*DEVICE_TYPES, "cuda") if _acting is CUDA else DEVICE_TYPES
 
 
 class UnsupportedDeviceError(RuntimeError):
@@ -213,6 +226,8 @@ def family_of(device_type: str) -> Family:
     """
     if device_type == "cpu":
         return _acting or HOST
+    if device_type == "cuda" and _acting is CUDA:
+        return CUDA
     if device_type == "npu":
         import torch_npu
 

@@ -22,8 +22,26 @@ def _seed(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(scope="session")
 def host_driver():
-    """Install the host driver for Triton kernels on CPU tensors for the session."""
+    """Install the host driver for Triton kernels on CPU tensors for the session; with DSV4_TRITON_TEST_DEVICE=cuda
+    kernels run on a GPU instead, on copies of the same tensors (`scripts/gpu_check.sh`)."""
+    if os.environ.get("DSV4_TRITON_TEST_DEVICE") == "cuda":
+        from dsv4_triton.bench import cuda
+
+        with cuda.installed(mirror=True):
+            yield
+        return
     from dsv4_triton.compiler import host
 
     with host.installed():
         yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function):
+    """On a GPU, what cannot be launched there is a skip that says so."""
+    try:
+        return (yield)
+    except RuntimeError as error:
+        if type(error).__name__ == "NotHereError":
+            pytest.skip(str(error))
+        raise

@@ -10,11 +10,13 @@ from dsv4_triton.device import (
     A2,
     A3,
     A5,
+    CUDA,
     FAMILIES,
     HOST,
     Family,
     RowFormat,
     UnsupportedDeviceError,
+    acting_as,
     family_of,
     family_of_soc,
 )
@@ -60,6 +62,9 @@ def test_family_of_device_type() -> None:
     assert family_of("cpu") is HOST
     with pytest.raises(UnsupportedDeviceError, match="'cuda'"):
         family_of("cuda")
+    with acting_as(CUDA):
+        assert family_of("cuda") is CUDA, "for checks of kernels, not for serving"
+    assert CUDA.name not in FAMILIES
 
 
 def test_records_are_consistent() -> None:

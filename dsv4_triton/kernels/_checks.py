@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dsv4_triton.device import DEVICE_TYPES, UnsupportedDeviceError
+from dsv4_triton.device import UnsupportedDeviceError, device_types
 
 Dtypes = torch.dtype | Sequence[torch.dtype]
 FLOATS = (torch.bfloat16, torch.float32)
@@ -45,8 +45,8 @@ def check_tensor(
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(f"{op}: {name} has shape {tuple(sizes)}, expected ({wanted})")
     if device is None:
-        if not tensor.is_cpu and tensor.device.type not in DEVICE_TYPES:
-            wanted = " or ".join(map(repr, DEVICE_TYPES))
+        if not tensor.is_cpu and tensor.device.type not in device_types():
+            wanted = " or ".join(map(repr, device_types()))
             raise UnsupportedDeviceError(f"{op}: {name} is on {tensor.device}, which has no kernels; use {wanted}")
     elif tensor.device != device:
         raise ValueError(f"{op}: {name} is on {tensor.device}, expected {device} like the other arguments")

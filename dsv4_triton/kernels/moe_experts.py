@@ -22,12 +22,11 @@ import triton.language as tl
 
 from dsv4_triton.device import family_of
 from dsv4_triton.kernels._checks import FLOATS, check_tensor
-from dsv4_triton.kernels._tiling import next_power_of_2
 from dsv4_triton.kernels._workspace import Part, carve, workspace_bytes
 from dsv4_triton.kernels.grouped_matmul import grouped_matmul
 from dsv4_triton.kernels.grouped_matmul_swiglu import grouped_matmul_swiglu
 from dsv4_triton.kernels.moe_dispatch import moe_dispatch, moe_dispatch_workspace
-from dsv4_triton.kernels.moe_plan import tile_capacity
+from dsv4_triton.kernels.moe_plan import rows_per_tile, tile_capacity
 
 OP = "moe_experts"
 RUN_TOKENS = 4096
@@ -45,11 +44,6 @@ def _moe_combine_kernel(rows_ptr, positions_ptr, out_ptr, T, K: tl.constexpr, D:
             row = tl.maximum(position, 0)
             total += tl.load(rows_ptr + row * D + d, mask=d < width, other=0.0)
         tl.store(out_ptr + tl.cast(t, tl.int64) * D + d, total.to(out_ptr.dtype.element_ty), mask=d < D)
-
-
-def rows_per_tile(pairs: int, num_experts: int, dot_rows: int) -> int:
-    """Rows per tile of the grouped products: about the mean number of rows of an expert, `dot_rows` to 128."""
-    return min(max(dot_rows, next_power_of_2(triton.cdiv(pairs, num_experts))), 128)
 
 
 class _Scratch(NamedTuple):

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from dsv4_triton.device import family_of
 from dsv4_triton.kernels._checks import check_tensor, output
+from dsv4_triton.kernels._tiling import next_power_of_2
 from dsv4_triton.kernels._workspace import Part, carve, check_workspace, workspace_bytes
 
 OP = "moe_plan"
@@ -183,6 +184,11 @@ def expert_block(num_experts: int) -> int:
     """Lanes of a vector over the experts, so many that `sum_before` has whole rows of whole runs."""
     lanes = int(LANES) * int(LANES)
     return triton.cdiv(num_experts, lanes) * lanes
+
+
+def rows_per_tile(pairs: int, num_experts: int, dot_rows: int) -> int:
+    """Rows per tile of the grouped products: about the mean number of rows of an expert, `dot_rows` to 128."""
+    return min(max(dot_rows, next_power_of_2(triton.cdiv(pairs, num_experts))), 128)
 
 
 def tile_capacity(pairs: int, num_experts: int, block_rows: int) -> int:

@@ -56,7 +56,7 @@ def _pairs(job: Job) -> int:
 
 
 def _rows_per_tile(job: Job) -> int:
-    from dsv4_triton.kernels.moe_experts import rows_per_tile
+    from dsv4_triton.kernels.moe_plan import rows_per_tile
 
     return rows_per_tile(job.tokens * job.model.experts_per_token, job.model.experts, job.family.dot_rows)
 
@@ -73,7 +73,7 @@ class _WithShared:
 
     @classmethod
     def of(cls, job: Job) -> _WithShared:
-        from dsv4_triton.kernels.moe_experts import rows_per_tile
+        from dsv4_triton.kernels.moe_plan import rows_per_tile
 
         routed = choices(job)
         last = torch.full_like(routed[:, :1], job.model.experts)
