@@ -13,12 +13,14 @@ operand tiles [BT, BK] and [P N, BK], doubled; L0C: (P N + BT) BT fp32.
 The finishing kernels add up the partial results of all slices and parts.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from dsv4_triton.autotune.space import Choices, Key, Space, buffering, products
 from dsv4_triton.device import Family, family_of
 from dsv4_triton.kernels._lang import get_element
 from dsv4_triton.kernels._tiling import next_power_of_2
@@ -28,7 +30,8 @@ LANES = 16
 """Tokens whose mixes are read together to collapse some of them; the smallest tile of the product."""
 _MAX_TOKEN_TILE = 64
 _MAX_RUN = 8
-_MAX_CHUNK = 32
+MAX_CHUNK = 32
+"""Partial results that are read at once where nobody tuned."""
 
 
 @triton.jit(do_not_specialize=["T", "TP", "slices"])
@@ -162,14 +165,20 @@ def parts_of(dtype: torch.dtype) -> int:
     return 1 if dtype == torch.float32 else 2
 
 
-def token_tile(T: int, cores: int) -> int:
-    """Tokens per mixing tile: 16 while that fills the cores, then more, so that fn is read less often."""
-    return min(max(LANES, next_power_of_2(triton.cdiv(T, cores))), _MAX_TOKEN_TILE)
-
-
 def run_length(T: int, cores: int) -> int:
-    """Tokens that are collapsed in one go: a power of two."""
+    """Tokens that are collapsed in one go where nobody tuned: a power of two."""
     return min(next_power_of_2(triton.cdiv(T, cores)), _MAX_RUN)
+
+
+def finish_candidates(family: Family) -> Choices:
+    """Values of RUN, CHUNK and options of the finishing kernels. On the host sums keep their order."""
+    runs = {"RUN": (1, 2, 4, 8, 16)}
+    return {**runs, "CHUNK": (8, 12, 16, 24, 32, 48), **buffering(family)} if family.arch else runs
+
+
+def finish_fits(config: Mapping[str, Any]) -> str:
+    """ "" or why RUN cannot be: it divides the tokens whose mixes are read together."""
+    return "" if LANES % config["RUN"] == 0 else f"RUN {config['RUN']} does not divide {LANES} tokens"
 
 
 class Mixed(NamedTuple):
@@ -186,22 +195,55 @@ class Mixed(NamedTuple):
         """BT, or 0 where `squares` holds plain sums."""
         return self.squares.shape[2] if self.squares.dim() == 3 else 0
 
-    @property
-    def chunk(self) -> int:
-        """Partial results that are read at once: the largest divisor of their number up to `_MAX_CHUNK`."""
-        return max(n for n in range(1, _MAX_CHUNK + 1) if self.part.shape[0] % n == 0)
+    def chunk(self, limit: int) -> int:
+        """Partial results that are read at once: the largest divisor of their number up to `limit`."""
+        return max(n for n in range(1, limit + 1) if self.part.shape[0] % n == 0)
 
     def group(self, limit: int) -> int:
-        """Tokens whose results can be read as one tile, at most `limit`."""
-        return min(self.gram or LANES, limit)
+        """Tokens whose results can be read as one tile, at most `limit`: a power of two that divides the tiles."""
+        tile = self.gram or LANES
+        return min(tile & -tile, limit)
 
 
-def _mix_tiles(T: int, K: int, family: Family) -> tuple[int, int, int, int]:
-    """Tokens and K of a tile, tiles of tokens, K slices."""
-    block_t = token_tile(T, family.cube_cores)
+def _default(family: Family, key: Key) -> dict[str, Any]:
+    """BT tokens a tile: 16 while that fills the cores, then more, so that fn is read less often. So many SLICES of K
+    that the tiles fill the cores."""
+    T, K = key["tokens"], key["width"]
+    block_t = min(max(LANES, next_power_of_2(triton.cdiv(T, family.cube_cores))), _MAX_TOKEN_TILE)
     block_k = next(b for b in (256, 128, 64) if K % b == 0)
-    tiles = triton.cdiv(T, block_t)
-    return block_t, block_k, tiles, min(max(1, family.cube_cores // tiles), K // block_k)
+    slices = min(max(1, family.cube_cores // triton.cdiv(T, block_t)), K // block_k)
+    return {"BT": block_t, "BK": block_k, "SLICES": slices, **dict.fromkeys(products(family))}
+
+
+def _candidates(family: Family, key: Key) -> Choices:
+    """On the host sums keep their order."""
+    block_t = (16, 32, 48, 64)
+    if not family.arch:
+        return {"BT": block_t}
+    slices = sorted({max(1, n // triton.cdiv(key["tokens"], t)) for t in block_t for n in _shares(family)})
+    return {"BT": block_t, "BK": (128, 256, 512, 1024), "SLICES": slices, **products(family)}
+
+
+def _shares(family: Family) -> tuple[int, int]:
+    """Work items that fill the cores once, and a little more than half."""
+    return family.cube_cores, family.cube_cores * 2 // 3
+
+
+def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:
+    """Whole steps of K; no more partial results than there are cores, or one a tile; operands in L1, results in L0C."""
+    block_t, block_k, slices = config["BT"], config["BK"], config["SLICES"]
+    T, K, rows = key["tokens"], key["width"], key["rows"]
+    if K % block_k or slices > K // block_k:
+        return f"BK {block_k} and {slices} slices do not cut {K} columns"
+    if slices > 1 and slices * triton.cdiv(T, block_t) > family.cube_cores:
+        return f"{slices} slices of {triton.cdiv(T, block_t)} tiles are more than there are cores"
+    operands = 2 * (rows + 2 * block_t) * block_k * key["dtype"].itemsize
+    if operands > family.l1_bytes or (rows + block_t) * block_t * 4 > family.l0c_bytes:
+        return f"tile {block_t} x {block_k} does not fit"
+    return ""
+
+
+SPACE = Space("hc_mix", default=_default, candidates=_candidates, fits=_fits)
 
 
 def mix_workspace(tokens: int, rows: int, family: Family) -> int:
@@ -216,13 +258,16 @@ def mix(op: str, x: torch.Tensor, fn_parts: torch.Tensor, workspace: torch.Tenso
     T, K = x.shape[0], x.shape[1] * x.shape[2]
     P, N = fn_parts.shape[:2]
     family = family_of(x.device.type)
-    block_t, block_k, tiles, slices = _mix_tiles(T, K, family)
+    config = SPACE(family, tokens=T, width=K, rows=P * N, dtype=x.dtype)
+    block_t, slices = config["BT"], config["SLICES"]
+    tiles = triton.cdiv(T, block_t)
     padded = tiles * block_t
     scratch: list[Part] = [
         ((slices * P, N, padded), torch.float32),
         ((slices, padded, block_t), torch.float32),
     ]
     part, gram = carve(op, workspace, x.device, scratch)
-    grid = (min(tiles * slices, family.cube_cores),)
-    _mix_kernel[grid](x, fn_parts, part, gram, T, padded, slices, K=K, ROWS=P * N, BT=block_t, BK=block_k)
+    _mix_kernel[(min(tiles * slices, family.cube_cores),)](
+        x, fn_parts, part, gram, T, padded, slices, K=K, ROWS=P * N, BT=block_t, BK=config["BK"], **config.options
+    )
     return Mixed(part, gram)

@@ -11,11 +11,15 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4_triton.autotune.space import Space, buffering
 from dsv4_triton.device import Family, family_of
 from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor, output
 from dsv4_triton.kernels._hc import (
     LANES,
+    MAX_CHUNK,
     collapse_runs,
+    finish_candidates,
+    finish_fits,
     mix,
     mix_workspace,
     parts_of,
@@ -36,6 +40,16 @@ def _hc_head_finish_kernel(
         x_ptr, part_ptr, gram_ptr, scale_ptr, base_ptr, norm_ptr, out_ptr, None, T, TP, BT, norm_eps, hc_eps,
         tl.program_id(0), D, 4, PARTIALS, CHUNK, SLICES, RUN, LANES, True, WHOLE,
     )  # fmt: skip
+
+
+SPACE = Space(
+    OP,
+    default=lambda family, key: {
+        "RUN": run_length(key["tokens"], family.vector_cores), "CHUNK": MAX_CHUNK, **dict.fromkeys(buffering(family))
+    },
+    candidates=lambda family, key: finish_candidates(family),
+    fits=lambda family, key, config: finish_fits(config),
+)  # fmt: skip
 
 
 def hc_head_workspace(tokens: int, dtype: torch.dtype, family: Family) -> int:
@@ -76,11 +90,12 @@ def hc_head(
     check_filled(OP, fn_parts=fn_parts)
     mixed = mix(OP, x, fn_parts, workspace)
     part, gram = mixed
-    cores = family_of(x.device.type).vector_cores
-    run = run_length(T, cores)
-    _hc_head_finish_kernel[(min(triton.cdiv(T, run), cores),)](
+    family = family_of(x.device.type)
+    config = SPACE(family, tokens=T, width=D, dtype=x.dtype, normed=norm_weight is not None)
+    run = config["RUN"]
+    _hc_head_finish_kernel[(min(triton.cdiv(T, run), family.vector_cores),)](
         x, part, gram, scale, base, norm_weight, out, T, part.shape[2], gram.shape[2], norm_eps, hc_eps,
-        D=D, PARTIALS=part.shape[0], CHUNK=mixed.chunk, SLICES=gram.shape[0], RUN=run, LANES=LANES,
-        WHOLE=part.shape[2] == LANES,
+        D=D, PARTIALS=part.shape[0], CHUNK=mixed.chunk(config["CHUNK"]), SLICES=gram.shape[0], RUN=run, LANES=LANES,
+        WHOLE=part.shape[2] == LANES, **config.options,
     )  # fmt: skip
     return out

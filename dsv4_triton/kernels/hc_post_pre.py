@@ -20,10 +20,14 @@ Source of the formulas: see `hc_post` and `hc_pre`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
+from dsv4_triton.autotune.space import Choices, Config, Key, Space, mixing
 from dsv4_triton.device import Family, family_of
 from dsv4_triton.kernels._checks import check_tensor, output
 from dsv4_triton.kernels._hc import LANES, Mixed, mix, parts_of
@@ -168,8 +172,47 @@ def feature_slice(D: int, cores: int, limit: int) -> int:
     return triton.cdiv(triton.cdiv(D, cores * rounds), FEATURES) * FEATURES
 
 
-def _fused_tokens(family: Family) -> int:
-    return MATRIX_TOKENS if family.mixed_kernels else VECTOR_TOKENS
+def _default(family: Family, key: Key) -> dict[str, Any]:
+    """FUSED: the two kernels for few tokens, with slices of BD features."""
+    limit = MATRIX_TOKENS if family.mixed_kernels else VECTOR_TOKENS
+    block = _even_slice(key["width"], key["dtype"], family)
+    return {"FUSED": key["tokens"] <= limit, "BD": block, **dict.fromkeys(mixing(family))}
+
+
+def _candidates(family: Family, key: Key) -> Choices:
+    if not family.arch:
+        return {}
+    blocks = (32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256)
+    return {"FUSED": (False, True), "BD": blocks, **mixing(family), "tile_mix_vector_loop": (None, 2)}
+
+
+def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:
+    """Scratch is bounded: by the tokens of the fused kernels, and by the number of slices."""
+    block, D = config["BD"], key["width"]
+    if config["FUSED"] and key["tokens"] > _most_fused_tokens(family):
+        return f"{key['tokens']} tokens are too many for the fused kernels"
+    if block % FEATURES or triton.cdiv(D, block) > _most_slices(D, key["dtype"], family):
+        return f"BD {block} cuts {D} features into too many slices"
+    return ""
+
+
+SPACE = Space(OP, default=_default, candidates=_candidates, fits=_fits)
+
+
+def _most_fused_tokens(family: Family) -> int:
+    """Tokens that the fused kernels are for at most; the one of vector code has a single tile of them."""
+    return 2 * MATRIX_TOKENS if family.mixed_kernels else LANES
+
+
+def _even_slice(D: int, dtype: torch.dtype, family: Family) -> int:
+    """Features of a slice so that every core has as many."""
+    if family.mixed_kernels:
+        return feature_slice(D, family.cube_cores, _MATRIX_FEATURES * 2 // dtype.itemsize // FEATURES * FEATURES)
+    return feature_slice(D, family.vector_cores, D)
+
+
+def _most_slices(D: int, dtype: torch.dtype, family: Family) -> int:
+    return 2 * triton.cdiv(D, _even_slice(D, dtype, family))
 
 
 def _post_and_mix(
@@ -180,34 +223,27 @@ def _post_and_mix(
     fn_parts: torch.Tensor,
     out: torch.Tensor,
     workspace: torch.Tensor | None,
+    config: Config,
 ) -> Mixed:
     T, _, D = x.shape
     parts = fn_parts.shape[0]
     family = family_of(x.device.type)
-    block, slices = _slices(D, x.dtype, family)
+    block = config["BD"]
+    slices = triton.cdiv(D, block)
     part, squares = carve(OP, workspace, x.device, _scratch(T, parts, slices, family))
     if family.mixed_kernels:
         padded = part.shape[2]
         grid = (min(padded // LANES * slices, family.cube_cores),)
         _post_matrix_kernel[grid](
             y, x, post, comb, fn_parts, out, part, squares, T, padded, slices,
-            D=D, BD=block, ROWS=parts * ROWS, BT=LANES,
+            D=D, BD=block, ROWS=parts * ROWS, BT=LANES, **config.options,
         )  # fmt: skip
     else:
         _post_mix_kernel[(min(slices, family.vector_cores),)](
             y, x, post, comb, fn_parts, out, part, squares, T, LANES, slices,
-            D=D, BD=block, N=ROWS, P=parts, LANES=LANES,
+            D=D, BD=block, N=ROWS, P=parts, LANES=LANES, **config.options,
         )  # fmt: skip
     return Mixed(part, squares)
-
-
-def _slices(D: int, dtype: torch.dtype, family: Family) -> tuple[int, int]:
-    """Features of a slice and the number of slices."""
-    cores, limit = family.vector_cores, D
-    if family.mixed_kernels:
-        cores, limit = family.cube_cores, _MATRIX_FEATURES * 2 // dtype.itemsize // FEATURES * FEATURES
-    block = feature_slice(D, cores, limit)
-    return block, triton.cdiv(D, block)
 
 
 def _scratch(T: int, parts: int, slices: int, family: Family) -> list[Part]:
@@ -219,8 +255,8 @@ def _scratch(T: int, parts: int, slices: int, family: Family) -> list[Part]:
 
 def hc_post_pre_workspace(tokens: int, hidden: int, dtype: torch.dtype, family: Family) -> int:
     """Bytes of scratch that `hc_post_pre` takes at most for up to `tokens` tokens of `hidden` features of `dtype`."""
-    _, slices = _slices(hidden, dtype, family)
-    fused = _scratch(min(tokens, _fused_tokens(family)), parts_of(dtype), slices, family)
+    slices = _most_slices(hidden, dtype, family)
+    fused = _scratch(min(tokens, _most_fused_tokens(family)), parts_of(dtype), slices, family)
     return max(hc_pre_workspace(tokens, dtype, family), workspace_bytes(fused))
 
 
@@ -259,8 +295,9 @@ def hc_post_pre(
         return out, results.y, results.post, results.comb
     if out.data_ptr() == x.data_ptr():
         raise ValueError(f"{OP}: out must not be x, every new stream reads all old ones")
-    if len(x) <= _fused_tokens(family_of(x.device.type)):
-        mixed = _post_and_mix(y, x, post, comb, fn_parts, out, workspace)
+    config = SPACE(family_of(x.device.type), tokens=T, width=D, dtype=x.dtype)
+    if config["FUSED"]:
+        mixed = _post_and_mix(y, x, post, comb, fn_parts, out, workspace, config)
     else:
         hc_post(y, x, post, comb, out=out)
         mixed = mix(OP, out, fn_parts, workspace)

@@ -17,18 +17,23 @@ inference code; the split of fn in bf16 parts is ours.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from dsv4_triton.autotune.space import Choices, Key, Space, buffering
 from dsv4_triton.device import Family, family_of
 from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor, output
 from dsv4_triton.kernels._hc import (
     LANES,
+    MAX_CHUNK,
     Mixed,
     collapse_runs,
+    finish_candidates,
+    finish_fits,
     inverse_rms,
     mix,
     mix_workspace,
@@ -236,24 +241,52 @@ class Collapsed(NamedTuple):
         )
 
 
+def _default(family: Family, key: Key) -> dict[str, Any]:
+    """Runs of RUN tokens and coefficients of at most GROUP tokens together, with CHUNK partial results at once;
+    REGISTERS: the coefficients as vectors."""
+    T, cores = key["tokens"], family.vector_cores
+    run = run_length(T, cores)
+    group = _GROUP_REGISTERS if family.vector_registers else _GROUP_TILE
+    idle = cores - triton.cdiv(T, run)
+    if idle > 0 and not family.vector_registers:
+        # Smaller tiles take less time, as long as every group has a core of its own.
+        group = min(group, max(_MIN_GROUP, next_power_of_2(triton.cdiv(T, idle))))
+    return {
+        "RUN": run, "GROUP": group, "CHUNK": MAX_CHUNK, "REGISTERS": family.vector_registers,
+        **dict.fromkeys(buffering(family)),
+    }  # fmt: skip
+
+
+def _candidates(family: Family, key: Key) -> Choices:
+    choices = {"GROUP": (8, 16, 32, 64), **finish_candidates(family)}
+    return {**choices, "REGISTERS": (False, True)} if family.arch else choices
+
+
+def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:
+    group = config["GROUP"]
+    return finish_fits(config) or ("" if group in (8, 16, 32, 64) else f"GROUP {group} is none of 8 to 64")
+
+
+SPACE = Space(OP, default=_default, candidates=_candidates, fits=_fits)
+
+
 def finish(x: torch.Tensor, mixed: Mixed, parameters: Coefficients, results: Collapsed) -> None:
     """From a mixing product of the streams `x` to the results of the collapse."""
     T, _, D = x.shape
     family = family_of(x.device.type)
     part, squares = mixed
-    run = run_length(T, family.vector_cores)
-    group = mixed.group(_GROUP_REGISTERS if family.vector_registers else _GROUP_TILE)
-    idle = family.vector_cores - triton.cdiv(T, run)
-    if idle > 0 and not family.vector_registers:
-        # Smaller tiles take less time, as long as every group has a core of its own.
-        group = min(group, max(_MIN_GROUP, next_power_of_2(triton.cdiv(T, idle))))
+    config = SPACE(
+        family, tokens=T, width=D, dtype=x.dtype, normed=parameters.norm_weight is not None,
+        wide=results.wide is not None, gram=mixed.gram > 0,
+    )  # fmt: skip
+    run, group = config["RUN"], mixed.group(config["GROUP"])
     items = triton.cdiv(T, run) + triton.cdiv(T, group)
     _hc_pre_finish_kernel[(min(items, family.vector_cores),)](
         x, part, squares, parameters.scale, parameters.base, parameters.norm_weight, results.y, results.wide,
         results.post, results.comb, T, part.shape[2], mixed.gram, parameters.norm_eps, parameters.hc_eps,
-        D=D, ITERS=parameters.sinkhorn_iters, PARTIALS=part.shape[0], CHUNK=mixed.chunk,
-        SLICES=squares.shape[0], RUN=run, GROUP=group,
-        LANES=LANES, GRAM=mixed.gram > 0, WHOLE=part.shape[2] == LANES, REGISTERS=family.vector_registers,
+        D=D, ITERS=parameters.sinkhorn_iters, PARTIALS=part.shape[0], CHUNK=mixed.chunk(config["CHUNK"]),
+        SLICES=squares.shape[0], RUN=run, GROUP=group, LANES=LANES, GRAM=mixed.gram > 0,
+        WHOLE=part.shape[2] == LANES, REGISTERS=config["REGISTERS"], **config.options,
     )  # fmt: skip
 
 
