@@ -281,6 +281,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "geometry": tuple(BLOCK_SIZES),
     "index_format": ("auto", "plain", "int8", "e4m3"),
     "o_proj_format": ("plain", "mxfp8"),
+    "warm_up": ("on", "off"),
 }
 
 
@@ -300,6 +301,8 @@ class Options:
     o_proj_format: OutputFormat = "plain"
     """Operands of the grouped output projection; `mxfp8` quantises its weights once at loading and its inputs at every
     step, where the family has fp8 (A5, host)."""
+    warm_up: Literal["on", "off"] = "on"
+    """Compile at start-up every kernel that the server's limits can ask for; `off` compiles when first used."""
     host_threads: int | Literal["auto"] = "auto"
     """Threads that share a kernel's grid on the host; `auto` is one a CPU this process may use."""
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import wraps
 from importlib import import_module
 from typing import Any
@@ -87,6 +88,22 @@ def attention_metadata() -> dict[str, Any] | None:
 
     metadata = get_forward_context().attn_metadata
     return metadata if isinstance(metadata, dict) and metadata else None
+
+
+def forward_context(metadata: dict[str, Any], vllm_config: Any, tokens: int) -> AbstractContextManager[None]:
+    """The context in which a step with this metadata per cache prefix runs."""
+    from vllm.forward_context import set_forward_context
+
+    return set_forward_context(metadata, vllm_config, num_tokens=tokens)
+
+
+def metadata_builders(runner: Any, requests: int) -> Iterator[tuple[Any, list[str], torch.Tensor]]:
+    """Of each group of caches of a model runner: its metadata builder, the prefixes of its caches, and its block table
+    for `requests` requests."""
+    for index, groups in enumerate(runner.attn_groups):
+        table = runner.input_batch.block_table[index].get_device_tensor(requests)
+        for group in groups:
+            yield group.get_metadata_builder(), group.layer_names, table
 
 
 def layer_of(name: str) -> Any:

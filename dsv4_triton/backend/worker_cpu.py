@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from dsv4_triton.backend.serving import Serving
+from dsv4_triton.backend.warmup import warm_up
 from dsv4_triton.compiler import host
 from dsv4_triton.device import acting_as
 
@@ -35,7 +36,13 @@ class HostWorker(CPUWorker):
         super().init_device()
 
     determine_available_memory = _as_family(CPUWorker.determine_available_memory)
-    compile_or_warm_up_model = _as_family(CPUWorker.compile_or_warm_up_model)
+
+    @_as_family
+    def compile_or_warm_up_model(self) -> Any:
+        if Serving.of(self.vllm_config).options.warm_up == "on":
+            warm_up(self.model_runner)
+        return super().compile_or_warm_up_model()
+
     execute_model = _as_family(CPUWorker.execute_model)
     sample_tokens = _as_family(CPUWorker.sample_tokens)
     execute_dummy_batch = _as_family(CPUWorker.execute_dummy_batch)

@@ -101,3 +101,31 @@ def recording() -> Iterator[list[Launch]]:
         for cls, run in saved:
             cls.run = run
         _recorded = None
+
+
+@contextmanager
+def compiling() -> Iterator[dict[int, Any]]:
+    """While active, `kernel[grid](...)` compiles its specialisation where that is not done yet, and runs nothing.
+
+    Yields what was compiled or was there, each specialisation once. Works with the driver that is active, an NPU's too;
+    not inside `recording()`, does not nest (`RuntimeError`). Holds for all threads of the process.
+    """
+    from triton.runtime.jit import JITFunction
+
+    found: dict[int, Any] = {}
+    with _lock:
+        launch = JITFunction.run
+        if launch in (_record, _compile):
+            raise RuntimeError("launches are being recorded or compiled already")
+        _compile.launch, _compile.found = launch, found  # type: ignore[attr-defined]
+        JITFunction.run = _compile
+    try:
+        yield found
+    finally:
+        JITFunction.run = launch
+
+
+def _compile(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
+    compiled = _compile.launch(kernel, *args, grid=grid, warmup=True, **kwargs)  # type: ignore[attr-defined]
+    _compile.found[id(compiled)] = compiled  # type: ignore[attr-defined]
+    return compiled

@@ -32,7 +32,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 @contextlib.contextmanager
 def engine(checkpoint: os.PathLike[str], **options: Any) -> Iterator[Any]:
-    """An `LLM` that is shut down on leaving; small by default."""
+    """An `LLM` that is shut down on leaving; small by default, and kernels compile when they are first used."""
     os.environ.update(ENVIRONMENT)
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -47,7 +47,9 @@ def engine(checkpoint: os.PathLike[str], **options: Any) -> Iterator[Any]:
         "attention_backend": "CUSTOM",
         "disable_log_stats": True,
     }
-    llm = LLM(str(checkpoint), **(settings | options))
+    extra = dict(options.pop("additional_config", None) or {})
+    extra["dsv4_triton"] = {"warm_up": "off", **extra.get("dsv4_triton", {})}
+    llm = LLM(str(checkpoint), **(settings | options), additional_config=extra)
     try:
         yield llm
     finally:
@@ -65,8 +67,12 @@ def block_pool(llm: Any) -> Any:
     return scheduler(llm).kv_cache_manager.block_pool
 
 
+def runner(llm: Any) -> Any:
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
 def model(llm: Any) -> Any:
-    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+    return runner(llm).model
 
 
 @contextlib.contextmanager

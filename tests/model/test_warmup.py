@@ -1,0 +1,51 @@
+"""After the warm-up no request compiles a kernel, whatever its length and company."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsv4_triton.backend.warmup import shapes
+from dsv4_triton.compiler.host.launch import Launcher
+from tests.model.engine import engine, prompt
+
+LIMITS = {"max_model_len": 640, "max_num_batched_tokens": 48, "max_num_seqs": 4}
+
+
+def test_shapes_are_the_powers_of_two_up_to_the_limits() -> None:
+    found = list(shapes(100, 8, 300))
+    assert {s.tokens for s in found} == {1, 2, 4, 8, 16, 32, 64, 100}
+    assert {s.context for s in found} == {1, 2, 4, 8, 16, 32, 64, 128, 256, 300}
+    assert {s.requests for s in found if s.tokens == 64} == {1, 8}
+    assert {s.requests for s in found if s.tokens == 4} == {1, 4}
+    assert max(s.context for s in shapes(1, 1, 1 << 20)) == 1 << 20
+
+
+@pytest.mark.parametrize("family", ["host", "a2"])
+def test_mixed_traffic_compiles_nothing(
+    family: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm import SamplingParams
+
+    compiled: list[str] = []
+    compile_one = Launcher._compile
+
+    def counted(self: Launcher, *arguments: Any) -> Any:
+        compiled.append(self.name)
+        return compile_one(self, *arguments)
+
+    options = {"dsv4_triton": {"warm_up": "on", "device_family": family}}
+    dtype = "float32" if family == "host" else "bfloat16"
+    with engine(checkpoint(dtype), dtype=dtype, **LIMITS, additional_config=options) as llm:
+        monkeypatch.setattr(Launcher, "_compile", counted)
+        rng = random.Random(7)
+        for turn in range(4):
+            lengths = [rng.randrange(1, 600 if i == 0 else 90) for i in range(rng.randrange(1, 7))]
+            inputs = [{"prompt_token_ids": prompt(length, turn)} for length in lengths]
+            sampling = [SamplingParams(max_tokens=rng.randrange(1, 9), ignore_eos=True) for _ in lengths]
+            llm.generate(inputs, sampling, use_tqdm=False)
+    assert compiled == []
