@@ -146,14 +146,15 @@ def _measure(
     from dsv4_triton.bench import results
     from dsv4_triton.bench.baselines import Interpreter
     from dsv4_triton.bench.measure import measure_machine
-    from dsv4_triton.bench.run import Bench, DeviceLostError, device_named, measure_cases
+    from dsv4_triton.bench.run import Bench, DeviceLostError, device_named, driver_for, measure_cases
 
     cases = _cases(*wanted, "demo" if device == "host" else "flash")
     where = device_named(device)
     earlier = None if baseline is None else results.Results.read(baseline)
     with console.status("measuring a copy and a product"):
         machine = measure_machine(where)
-    found = results.Results(results.environment(where), machine)
+    with driver_for(where):  # a GPU has a family only meanwhile
+        found = results.Results(results.environment(where), machine)
     interprets = Interpreter(interpreter) if interpreter and device == "host" else None
     status = 0
     try:

@@ -24,6 +24,7 @@ import torch
 from dsv4_triton.autotune.space import trial
 from dsv4_triton.bench.registry import Case, select
 from dsv4_triton.bench.registry import ops as registered
+from dsv4_triton.bench.run import NotHereError
 from dsv4_triton.device import CUDA, acting_as
 
 CONFIGS = {"grouped_matmul": {"BN": 64, "BK": 64}}
@@ -32,11 +33,6 @@ LARGE = 4 << 30
 """Bytes of a tensor's memory that a mirrored launch does not copy."""
 SHARED_BYTES = 99 << 10
 """Shared memory of a program that every GPU since compute capability 8.6 has."""
-
-
-class NotHereError(RuntimeError):
-    """A launch is beyond this machine: a tensor too large to be mirrored, or a vector whose length is no power of two,
-    which Triton for a GPU does not have."""
 
 
 def ops() -> list[str]:

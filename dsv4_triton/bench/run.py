@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +31,11 @@ _MARGIN = 1 << 30
 
 class DeviceMissingError(RuntimeError):
     """The device of a request is not in this machine."""
+
+
+class NotHereError(RuntimeError):
+    """A launch is beyond this machine: a tensor too large to be mirrored, or a vector whose length is no power of two,
+    which Triton for a GPU does not have."""
 
 
 class DeviceLostError(RuntimeError):
@@ -153,6 +158,8 @@ class Bench:
         try:
             with bounded_memory(self.device):
                 return self._measured(case, family, launcher)
+        except NotHereError as error:
+            return Figure(case.op, case.name, "skipped", str(error))
         except Exception as error:
             # A finding about the case, and no reason to lose the figures of the others.
             if isinstance(error, MemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY):
@@ -215,11 +222,22 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
+def driver_for(device: torch.device) -> AbstractContextManager[None]:
+    """What makes kernels launch on `device`: an NPU's driver is triton-ascend's own."""
+    if device.type == "cpu":
+        from dsv4_triton.compiler import host
+
+        return host.installed()
+    if device.type == "cuda":
+        from dsv4_triton.bench import cuda
+
+        return cuda.installed()
+    return nullcontext()
+
+
 def measure_cases(cases: Sequence[Case], bench: Bench, progress: Callable[[int, int, str], None]) -> Iterator[Figure]:
     """The figures of `cases`, one after the other as they are there; `progress(done, total, what)` before each."""
-    from dsv4_triton.compiler import host
-
-    with host.installed() if bench.device.type == "cpu" else nullcontext(), torch.no_grad():
+    with driver_for(bench.device), torch.no_grad():
         for number, case in enumerate(cases):
             progress(number, len(cases), str(case))
             yield bench.measure(case)
