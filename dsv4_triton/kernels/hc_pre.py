@@ -242,8 +242,7 @@ class Collapsed(NamedTuple):
 
 
 def _default(family: Family, key: Key) -> dict[str, Any]:
-    """Runs of RUN tokens and coefficients of at most GROUP tokens together, with CHUNK partial results at once;
-    REGISTERS: the coefficients as vectors."""
+    """Runs of RUN tokens and coefficients of at most GROUP tokens together, with CHUNK partial results at once."""
     T, cores = key["tokens"], family.vector_cores
     run = run_length(T, cores)
     group = _GROUP_REGISTERS if family.vector_registers else _GROUP_TILE
@@ -251,15 +250,11 @@ def _default(family: Family, key: Key) -> dict[str, Any]:
     if idle > 0 and not family.vector_registers:
         # Smaller tiles take less time, as long as every group has a core of its own.
         group = min(group, max(_MIN_GROUP, next_power_of_2(triton.cdiv(T, idle))))
-    return {
-        "RUN": run, "GROUP": group, "CHUNK": MAX_CHUNK, "REGISTERS": family.vector_registers,
-        **dict.fromkeys(buffering(family)),
-    }  # fmt: skip
+    return {"RUN": run, "GROUP": group, "CHUNK": MAX_CHUNK, **dict.fromkeys(buffering(family))}
 
 
 def _candidates(family: Family, key: Key) -> Choices:
-    choices = {"GROUP": (8, 16, 32, 64), **finish_candidates(family)}
-    return {**choices, "REGISTERS": (False, True)} if family.arch else choices
+    return {"GROUP": (8, 16, 32, 64), **finish_candidates(family)}
 
 
 def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:
@@ -286,7 +281,7 @@ def finish(x: torch.Tensor, mixed: Mixed, parameters: Coefficients, results: Col
         results.post, results.comb, T, part.shape[2], mixed.gram, parameters.norm_eps, parameters.hc_eps,
         D=D, ITERS=parameters.sinkhorn_iters, PARTIALS=part.shape[0], CHUNK=mixed.chunk(config["CHUNK"]),
         SLICES=squares.shape[0], RUN=run, GROUP=group, LANES=LANES, GRAM=mixed.gram > 0,
-        WHOLE=part.shape[2] == LANES, REGISTERS=config["REGISTERS"], **config.options,
+        WHOLE=part.shape[2] == LANES, REGISTERS=family.vector_registers, **config.options,
     )  # fmt: skip
 
 

@@ -10,11 +10,15 @@ fp32 and a row.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from dsv4_triton.device import family_of
+from dsv4_triton.autotune.space import Choices, Key, Space, buffering
+from dsv4_triton.device import Family, family_of
 from dsv4_triton.kernels._checks import FLOATS, check_tensor, output
 from dsv4_triton.kernels._workspace import check_workspace
 from dsv4_triton.kernels.moe_plan import (
@@ -30,11 +34,12 @@ from dsv4_triton.kernels.moe_plan import (
 )
 
 OP = "moe_dispatch"
-BLOCK = 8
+_BLOCK = 8
 """Pairs whose rows one program copies: half of what a plan compares at once, since the copies need memory too."""
 ALONE_PAIRS = (64, 256)
 """Numbers of pairs up to which one launch does it all; few, since each is compiled for itself. Every program compares
 all pairs with all experts, so that for more the three launches are faster."""
+_MOST_ALONE = 512
 
 
 @triton.jit(do_not_specialize=["pairs", "capacity", "block_rows"])
@@ -42,6 +47,7 @@ def _plan_and_copy_kernel(
     x_ptr, weights_ptr, ids_ptr, rows_ptr, row_weights_ptr, positions_ptr, tiles_ptr, num_tiles_ptr,
     pairs, capacity, block_rows,
     K: tl.constexpr, D: tl.constexpr, E: tl.constexpr, EB: tl.constexpr, PAIRS: tl.constexpr, BS: tl.constexpr,
+    TILES: tl.constexpr,
 ):  # fmt: skip
     lane = tl.arange(0, BS)
     number = lane.to(tl.float32)
@@ -63,7 +69,7 @@ def _plan_and_copy_kernel(
             start = sum_before(total, EB)
             need = tiles_needed(total, height)
             before = sum_before(need, EB)
-            write_tiles(tiles_ptr, num_tiles_ptr, total, start, need, before, capacity, height, EB, BS)
+            write_tiles(tiles_ptr, num_tiles_ptr, total, start, need, before, capacity, height, EB, TILES)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -76,6 +82,41 @@ def _copy_kernel(x_ptr, weights_ptr, positions_ptr, rows_ptr, row_weights_ptr, T
             if row >= 0:
                 tl.store(rows_ptr + row * D + d, x)
                 tl.store(row_weights_ptr + row, tl.load(weights_ptr + t * K + j))
+
+
+def _alone(pairs: int) -> int:
+    """The number of pairs that one launch for `pairs` is compiled for."""
+    return next((size for size in ALONE_PAIRS if pairs <= size), _MOST_ALONE)
+
+
+def _default(family: Family, key: Key) -> dict[str, Any]:
+    """ALONE: one launch, blocks of BS pairs, and TILES tiles compared with all experts at once."""
+    alone = key["pairs"] <= ALONE_PAIRS[-1]
+    return {"ALONE": alone, "BS": _BLOCK, "TILES": _BLOCK, **dict.fromkeys(buffering(family))}
+
+
+def _candidates(family: Family, key: Key) -> Choices:
+    return {"ALONE": (False, True), "BS": (1, 2, 4, 8, 16), "TILES": (2, 4, 8, 16, 32), **buffering(family)}
+
+
+def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:
+    """Pairs that are compiled for; a row, and two fp32 tiles of what is compared at once."""
+    pairs, block, tiles, lanes = key["pairs"], config["BS"], config["TILES"], expert_block(key["experts"])
+    if not config["ALONE"]:
+        return ""
+    if pairs > _MOST_ALONE or _alone(pairs) % block:
+        return f"one launch is for at most {_MOST_ALONE} pairs, in blocks that divide them"
+    wide = max(block * max(lanes, _alone(pairs)), tiles * lanes)
+    fits = wide * 8 + key["width"] * key["dtype"].itemsize <= family.ub_bytes
+    return "" if fits else f"blocks of {block} pairs and {tiles} tiles do not fit"
+
+
+SPACE = Space(OP, default=_default, candidates=_candidates, fits=_fits, buckets=("pairs",))
+COPY = Space(
+    "moe_copy",
+    default=lambda family, key: dict.fromkeys(buffering(family)),
+    candidates=lambda family, key: buffering(family),
+)
 
 
 def moe_dispatch_workspace(pairs: int, num_experts: int) -> int:
@@ -114,9 +155,9 @@ def moe_dispatch(
     pairs = T * k
     rows = output(OP, "rows", rows, (pairs, D), x.dtype, x.device)
     row_weights = output(OP, "row_weights", row_weights, (pairs,), torch.float32, x.device)
-    cores = family_of(x.device.type).vector_cores
-    alone = next((size for size in ALONE_PAIRS if pairs <= size), None)
-    if alone is None or pairs == 0 or block_rows < 1 or block_rows & (block_rows - 1):
+    family = family_of(x.device.type)
+    config = SPACE(family, pairs=pairs, width=D, experts=num_experts, dtype=x.dtype)
+    if not config["ALONE"] or pairs == 0 or block_rows < 1 or block_rows & (block_rows - 1):
         plan = moe_plan(
             ids,
             num_experts,
@@ -127,7 +168,9 @@ def moe_dispatch(
             workspace=workspace,
         )
         if rows.numel():
-            _copy_kernel[(min(T, cores),)](x, weights, plan[0], rows, row_weights, T, K=k, D=D)
+            copying = COPY(family, tokens=T, width=D, dtype=x.dtype).options
+            grid = (min(T, family.vector_cores),)
+            _copy_kernel[grid](x, weights, plan[0], rows, row_weights, T, K=k, D=D, **copying)
         return rows, row_weights, *plan
     if workspace is not None:
         check_workspace(OP, workspace, x.device)
@@ -135,8 +178,9 @@ def moe_dispatch(
     positions = output(OP, "positions", positions, ids.shape, torch.int32, x.device)
     tiles = output(OP, "tiles", tiles, (3, capacity), torch.int32, x.device)
     num_tiles = output(OP, "num_tiles", num_tiles, (1,), torch.int32, x.device)
-    _plan_and_copy_kernel[(min(triton.cdiv(pairs, BLOCK), cores),)](
+    _plan_and_copy_kernel[(min(triton.cdiv(pairs, config["BS"]), family.vector_cores),)](
         x, weights, ids, rows, row_weights, positions, tiles, num_tiles, pairs, capacity, block_rows,
-        K=k, D=D, E=num_experts, EB=expert_block(num_experts), PAIRS=alone, BS=BLOCK,
+        K=k, D=D, E=num_experts, EB=expert_block(num_experts), PAIRS=_alone(pairs), BS=config["BS"],
+        TILES=config["TILES"], **config.options,
     )  # fmt: skip
     return rows, row_weights, positions, tiles, num_tiles

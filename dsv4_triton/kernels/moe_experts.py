@@ -8,22 +8,24 @@ The routing weight is applied before w2. a, b, the products with w2 and the sum 
 shared expert is one more expert that every token chooses with weight 1 (see `moe_router`).
 
 Four launches for few tokens: `moe_dispatch`, both products, and combine (sum the rows back, in the order of the
-choices: vector cores, a persistent loop over tokens, whole rows of D; UB: 2 rows). Source of the formula: `Expert` and
+choices: vector cores, a persistent loop over (token, block of D); UB: 2 blocks). Source of the formula: `Expert` and
 `MoE` of the official inference code.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from dsv4_triton.device import family_of
+from dsv4_triton.autotune.space import Choices, Key, Space, buffering
+from dsv4_triton.device import Family, family_of
 from dsv4_triton.kernels._checks import FLOATS, check_tensor
 from dsv4_triton.kernels._workspace import Part, carve, workspace_bytes
-from dsv4_triton.kernels.grouped_matmul import grouped_matmul
+from dsv4_triton.kernels.grouped_matmul import BLOCK_ROWS, grouped_matmul
 from dsv4_triton.kernels.grouped_matmul_swiglu import grouped_matmul_swiglu
 from dsv4_triton.kernels.moe_dispatch import moe_dispatch, moe_dispatch_workspace
 from dsv4_triton.kernels.moe_plan import rows_per_tile, tile_capacity
@@ -35,8 +37,10 @@ RUN_TOKENS = 4096
 
 @triton.jit(do_not_specialize=["T"])
 def _moe_combine_kernel(rows_ptr, positions_ptr, out_ptr, T, K: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    d = tl.arange(0, BD)
-    for t in range(tl.program_id(0), T, tl.num_programs(0)):
+    blocks: tl.constexpr = D // BD
+    for item in range(tl.program_id(0), T * blocks, tl.num_programs(0)):
+        t = item // blocks
+        d = item % blocks * BD + tl.arange(0, BD)
         total = tl.zeros((BD,), tl.float32)
         for j in tl.static_range(K):
             position = tl.load(positions_ptr + t * K + j).to(tl.int64)
@@ -44,6 +48,41 @@ def _moe_combine_kernel(rows_ptr, positions_ptr, out_ptr, T, K: tl.constexpr, D:
             row = tl.maximum(position, 0)
             total += tl.load(rows_ptr + row * D + d, mask=d < width, other=0.0)
         tl.store(out_ptr + tl.cast(t, tl.int64) * D + d, total.to(out_ptr.dtype.element_ty), mask=d < D)
+
+
+def _default(family: Family, key: Key) -> dict[str, Any]:
+    """ROWS of a tile of the grouped products."""
+    return {"ROWS": rows_per_tile(key["pairs"], key["experts"], family.dot_rows)}
+
+
+def _candidates(family: Family, key: Key) -> Choices:
+    return {"ROWS": [rows for rows in BLOCK_ROWS if rows >= family.dot_rows]}
+
+
+def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:
+    return "" if config["ROWS"] in BLOCK_ROWS else f"ROWS {config['ROWS']} is none of {BLOCK_ROWS}"
+
+
+SPACE = Space(OP, default=_default, candidates=_candidates, fits=_fits, buckets=("pairs",))
+
+
+def _combine_default(family: Family, key: Key) -> dict[str, Any]:
+    """Blocks of BD features of a token."""
+    return {"BD": key["width"], **dict.fromkeys(buffering(family))}
+
+
+def _combine_candidates(family: Family, key: Key) -> Choices:
+    width = key["width"]
+    return {"BD": [b for b in range(128, width + 1, 128) if width % b == 0], **buffering(family)}
+
+
+def _combine_fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:
+    """BD divides the features; two fp32 rows."""
+    block, width = config["BD"], key["width"]
+    return "" if width % block == 0 and block * 8 <= family.ub_bytes else f"blocks of {block} of {width} features"
+
+
+COMBINE = Space("moe_combine", default=_combine_default, candidates=_combine_candidates, fits=_combine_fits)
 
 
 class _Scratch(NamedTuple):
@@ -91,7 +130,7 @@ def _run(
     (T, D), k = x.shape, ids.shape[1]
     E, inner = w13.shape[0], w2.shape[2]
     family = family_of(x.device.type)
-    block_rows = rows_per_tile(T * k, E, family.dot_rows)
+    block_rows = SPACE(family, pairs=T * k, experts=E, width=D, inner=inner, dtype=x.dtype)["ROWS"]
     scratch = _Scratch.of(T, k, tile_capacity(T * k, E, block_rows), D, inner, x.dtype)
     positions, tiles, num_tiles, row_weights, h, products = carve(OP, workspace, x.device, scratch)
     rest = None if workspace is None else workspace[workspace_bytes(scratch) :]
@@ -113,8 +152,9 @@ def _run(
         rows, w13, tiles, num_tiles, block_rows=block_rows, limit=limit, row_weights=row_weights, out=h
     )
     grouped_matmul(h, w2, tiles, num_tiles, block_rows=block_rows, out=products)
-    grid = (min(T, family.vector_cores),)
-    _moe_combine_kernel[grid](products, positions, out, T, K=k, D=D, BD=D)
+    config = COMBINE(family, tokens=T, width=D, k=k, result=out.dtype)
+    grid = (min(T * (D // config["BD"]), family.vector_cores),)
+    _moe_combine_kernel[grid](products, positions, out, T, K=k, D=D, BD=config["BD"], **config.options)
 
 
 def moe_experts(

@@ -10,17 +10,21 @@ is carried by a loop is broadcast to a tile in that loop: ascendnpu-ir 1.2.0 tak
 A2. Grid: vector cores. UB: about 6 tiles [BLOCK, max(EB, CHUNK)].
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from dsv4_triton.device import family_of
+from dsv4_triton.autotune.space import Choices, Key, Space, buffering
+from dsv4_triton.device import Family, family_of
 from dsv4_triton.kernels._checks import check_tensor, output
 from dsv4_triton.kernels._tiling import next_power_of_2
-from dsv4_triton.kernels._workspace import Part, carve, check_workspace, workspace_bytes
+from dsv4_triton.kernels._workspace import carve, check_workspace, workspace_bytes
 
 OP = "moe_plan"
-BLOCK = 16
+_BLOCK = 16
 """Pairs that are compared with all experts, or with all pairs of a chunk, at once."""
 LANES = tl.constexpr(8)
 """fp32 values of 32 bytes: rows of tiles start at multiples of it."""
@@ -146,6 +150,7 @@ def _moe_place_kernel(
     EB: tl.constexpr,
     CHUNK: tl.constexpr,
     BS: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     lane = tl.arange(0, BS)
     expert = tl.arange(0, EB)
@@ -169,11 +174,18 @@ def _moe_place_kernel(
             start = sum_before(total, EB)
             need = tiles_needed(total, height)
             before = sum_before(need, EB)
-            write_tiles(tiles_ptr, num_tiles_ptr, total, start, need, before, capacity, height, EB, BS // 2)
+            write_tiles(tiles_ptr, num_tiles_ptr, total, start, need, before, capacity, height, EB, TILES)
+
+
+def _default(family: Family, key: Key) -> dict[str, Any]:
+    """CHUNK pairs a chunk, to balance comparing within a chunk with adding up the chunks' counts; few sizes to compile.
+    BS of them are compared at once, and TILES tiles with all experts."""
+    block_e = expert_block(key["experts"])
+    chunk = _chunk(key["pairs"], block_e)
+    return {"CHUNK": chunk, "BS": _BLOCK, "TILES": _BLOCK // 2, **dict.fromkeys(buffering(family))}
 
 
 def _chunk(pairs: int, block_e: int) -> int:
-    """Pairs per chunk, to balance comparing within a chunk with adding up the chunks' counts; few sizes to compile."""
     largest = _MAX_CHUNK if block_e <= _CHUNK_LANES else _MAX_CHUNK // 2
     if pairs <= largest:
         return _MIN_CHUNK if pairs <= _MIN_CHUNK else largest
@@ -197,11 +209,22 @@ def tile_capacity(pairs: int, num_experts: int, block_rows: int) -> int:
     return active + (pairs - active) // block_rows
 
 
-def _counts(pairs: int, num_experts: int) -> list[Part]:
-    """Scratch for the counts of all chunks; none where there is one chunk."""
-    block_e = expert_block(num_experts)
-    chunks = triton.cdiv(pairs, _chunk(pairs, block_e))
-    return [((chunks, block_e), torch.float32)] if chunks > 1 else []
+def _candidates(family: Family, key: Key) -> Choices:
+    return {
+        "CHUNK": (64, 128, 256, 512), "BS": (2, 4, 8, 16, 32), "TILES": (2, 4, 8, 16, 32), **buffering(family),
+    }  # fmt: skip
+
+
+def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:
+    """Scratch is for chunks of at least 64 pairs; two fp32 tiles of what is compared at once."""
+    chunk, block, tiles = config["CHUNK"], config["BS"], config["TILES"]
+    if chunk < _MIN_CHUNK or chunk % block:
+        return f"CHUNK {chunk} is less than {_MIN_CHUNK} or no multiple of {block}"
+    wide = max(block * max(expert_block(key["experts"]), chunk), tiles * expert_block(key["experts"]))
+    return "" if wide * 8 <= family.ub_bytes else f"blocks of {block} pairs and {tiles} tiles do not fit"
+
+
+SPACE = Space(OP, default=_default, candidates=_candidates, fits=_fits, buckets=("pairs",))
 
 
 def moe_plan_workspace(pairs: int, num_experts: int) -> int:
@@ -240,14 +263,17 @@ def moe_plan(
         check_workspace(OP, workspace, ids.device)
     if pairs == 0:
         return positions, tiles, num_tiles.zero_()
+    family = family_of(ids.device.type)
     block_e = expert_block(num_experts)
-    chunk = _chunk(pairs, block_e)
-    chunks = triton.cdiv(pairs, chunk)
-    grid = (min(chunks, family_of(ids.device.type).vector_cores),)
-    shape = {"E": num_experts, "EB": block_e, "CHUNK": chunk, "BS": BLOCK}
+    config = SPACE(family, pairs=pairs, experts=num_experts)
+    chunks = triton.cdiv(pairs, config["CHUNK"])
+    grid = (min(chunks, family.vector_cores),)
+    shape = {"E": num_experts, "EB": block_e, "CHUNK": config["CHUNK"], "BS": config["BS"], **config.options}
     counts = None
     if chunks > 1:
-        (counts,) = carve(OP, workspace, ids.device, _counts(pairs, num_experts))
+        (counts,) = carve(OP, workspace, ids.device, [((chunks, block_e), torch.float32)])
         _moe_count_kernel[grid](ids, counts, pairs, **shape)
-    _moe_place_kernel[grid](ids, counts, positions, tiles, num_tiles, pairs, capacity, block_rows, **shape)
+    _moe_place_kernel[grid](
+        ids, counts, positions, tiles, num_tiles, pairs, capacity, block_rows, TILES=config["TILES"], **shape
+    )
     return positions, tiles, num_tiles

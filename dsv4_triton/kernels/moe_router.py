@@ -15,11 +15,15 @@ gathered before they are scored. UB: 8 fp32 tiles. Source of the formula: `Gate`
 code; the 1e-20 is transformers'.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from dsv4_triton.device import family_of
+from dsv4_triton.autotune.space import Choices, Key, Space, buffering
+from dsv4_triton.device import Family, family_of
 from dsv4_triton.kernels._checks import check_tensor, output
 from dsv4_triton.kernels._lang import extract_slice
 from dsv4_triton.kernels._tiling import next_power_of_2
@@ -174,6 +178,33 @@ def _moe_hash_router_kernel(
         _finish(score, number, rank, rows, live, weights_ptr, ids_ptr, factor, E, K, SHARED)
 
 
+def _default(family: Family, key: Key) -> dict[str, Any]:
+    """BT tokens a tile; BY_SORT: the best by sorting."""
+    most = _HASH_TOKENS if key["table"] else _TILE // next_power_of_2(key["experts"])
+    share = next_power_of_2(triton.cdiv(key["tokens"], family.vector_cores))
+    return {"BT": max(2, min(share, most)), "BY_SORT": family.vector_sort, **dict.fromkeys(buffering(family))}
+
+
+def _candidates(family: Family, key: Key) -> Choices:
+    tokens = (2, 4, 8, 12, 16, 24, 32, 48, 64)
+    if not family.arch:
+        return {"BT": tokens}
+    return {"BT": tokens, "BY_SORT": (True,) if key["table"] else (False, True), **buffering(family)}
+
+
+def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:
+    """Two fp32 tiles."""
+    block_t, lanes = config["BT"], _expert_lanes(key["experts"])
+    return "" if block_t * lanes * 8 <= family.ub_bytes else f"{block_t} rows of {lanes} scores do not fit"
+
+
+SPACE = Space("moe_router", default=_default, candidates=_candidates, fits=_fits)
+
+
+def _expert_lanes(num_experts: int) -> int:
+    return -(-num_experts // 32) * 32
+
+
 def moe_router(
     logits: torch.Tensor,
     k: int,
@@ -216,18 +247,15 @@ def moe_router(
     family = family_of(logits.device.type)
     cores, factor = family.vector_cores, float(routed_scaling_factor)
     shape = {
-        "E": E, "EB": -(-E // 32) * 32, "K": k, "KB": next_power_of_2(columns), "SHARED": int(shared_expert),
+        "E": E, "EB": _expert_lanes(E), "K": k, "KB": next_power_of_2(columns), "SHARED": int(shared_expert),
     }  # fmt: skip
-    share = next_power_of_2(triton.cdiv(T, cores))
+    config = SPACE(family, tokens=T, experts=E, k=k, shared=shared_expert, table=tid2eid is not None)
+    shape |= {"BT": config["BT"], **config.options}
+    grid = (min(triton.cdiv(T, config["BT"]), cores),)
     if tid2eid is not None:
-        block_t = max(2, min(share, _HASH_TOKENS))
-        _moe_hash_router_kernel[(min(triton.cdiv(T, block_t), cores),)](
-            logits, input_ids, tid2eid, weights, ids, T, len(tid2eid), factor,
-            BT=block_t, **shape,
+        _moe_hash_router_kernel[grid](
+            logits, input_ids, tid2eid, weights, ids, T, len(tid2eid), factor, **shape
         )  # fmt: skip
-        return weights, ids
-    block_t = max(2, min(share, _TILE // next_power_of_2(E)))
-    _moe_router_kernel[(min(triton.cdiv(T, block_t), cores),)](
-        logits, bias, weights, ids, T, factor, BT=block_t, BY_SORT=family.vector_sort, **shape
-    )
+    else:
+        _moe_router_kernel[grid](logits, bias, weights, ids, T, factor, BY_SORT=config["BY_SORT"], **shape)
     return weights, ids

@@ -8,11 +8,15 @@ core has one. UB per tile: 3 fp32 tiles and the input and output tiles, doubled.
 official DeepSeek inference code.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from dsv4_triton.device import family_of
+from dsv4_triton.autotune.space import Choices, Key, Space, buffering
+from dsv4_triton.device import Family, family_of
 from dsv4_triton.kernels._checks import FLOATS, check_tensor
 from dsv4_triton.kernels._tiling import even_block, next_power_of_2
 
@@ -61,6 +65,32 @@ def _swiglu_kernel(
         tl.store(target, result.to(out_ptr.dtype.element_ty), mask=live)
 
 
+def _default(family: Family, key: Key) -> dict[str, Any]:
+    """Tiles of BM rows and BI features."""
+    rows, inner = key["rows"], key["inner"]
+    tile = min(_MAX_TILE, max(_MIN_TILE, next_power_of_2(triton.cdiv(rows * inner, family.vector_cores))))
+    block_i = even_block(inner, min(tile, _MAX_COLUMNS))
+    block_m = min(max(1, tile // next_power_of_2(block_i)), next_power_of_2(rows))
+    return {"BM": block_m, "BI": block_i, **dict.fromkeys(buffering(family))}
+
+
+def _candidates(family: Family, key: Key) -> Choices:
+    blocks = [b for b in (128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096) if key["inner"] % b == 0]
+    return {"BM": (1, 2, 4, 8, 16, 32), "BI": blocks, **buffering(family)}
+
+
+def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:
+    """BI divides the features; two fp32 tiles and those that are read."""
+    if key["inner"] % config["BI"]:
+        return f"BI {config['BI']} does not divide {key['inner']} features"
+    tile = config["BM"] * config["BI"]
+    fits = tile * (8 + 2 * key["dtype"].itemsize) <= family.ub_bytes
+    return "" if fits else f"tile {config['BM']} x {config['BI']} does not fit"
+
+
+SPACE = Space("swiglu", default=_default, candidates=_candidates, fits=_fits, buckets=("rows",))
+
+
 def swiglu(
     x: torch.Tensor,
     *,
@@ -89,11 +119,12 @@ def swiglu(
         check_tensor("swiglu", "out", out, (rows, inner), FLOATS, device=x.device)
     if out.numel() == 0:
         return out
-    cores = family_of(x.device.type).vector_cores
-    tile = min(_MAX_TILE, max(_MIN_TILE, next_power_of_2(triton.cdiv(rows * inner, cores))))
-    block_i = even_block(inner, min(tile, _MAX_COLUMNS))
-    block_m = min(max(1, tile // next_power_of_2(block_i)), next_power_of_2(rows))
-    tiles = triton.cdiv(rows, block_m) * (inner // block_i)
-    grid = (min(tiles, cores),)
-    _swiglu_kernel[grid](x, row_weights, out, rows, INNER=inner, LIMIT=float(limit or 0), BM=block_m, BI=block_i)
+    family = family_of(x.device.type)
+    weighted = row_weights is not None
+    config = SPACE(family, rows=rows, inner=inner, dtype=x.dtype, result=out.dtype, weighted=weighted)
+    block_m, block_i = config["BM"], config["BI"]
+    grid = (min(triton.cdiv(rows, block_m) * (inner // block_i), family.vector_cores),)
+    _swiglu_kernel[grid](
+        x, row_weights, out, rows, INNER=inner, LIMIT=float(limit or 0), BM=block_m, BI=block_i, **config.options
+    )
     return out
