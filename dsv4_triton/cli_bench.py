@@ -16,6 +16,7 @@ from dsv4_triton.console import print_error, progress_bar, refuse_unwritable
 
 if TYPE_CHECKING:
     from dsv4_triton.bench.registry import Case
+    from dsv4_triton.bench.step import LayerRows
 
 app = typer.Typer(
     add_completion=False,
@@ -202,6 +203,70 @@ def _estimate(cases: list[Case], family: str, json: Path | None, console: Consol
     if json is not None:
         json.write_text(estimates.as_json(found, chosen))
     return int(any(case.problem for case in found))
+
+
+@app.command()
+def step(
+    model: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="flash, pro or demo; without it demo, and with --estimate flash."),
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.0, help="Time for each stage, shared with eager PyTorch.")] = 0.5,
+    estimate: EstimateFlag = False,
+    family: FamilyName = None,
+    json: JsonFile = None,
+) -> None:
+    """A decode step and a prefill chunk of a decoder layer of each kind, stage by stage, on the host or estimated."""
+    console = _console()
+    if estimate == (family is None):
+        raise typer.BadParameter("--estimate and --family go together", param_hint="--family")
+    status = 0
+    with reported(console):
+        from dsv4_triton.bench import step as steps
+
+        name = model or ("flash" if estimate else "demo")
+        _known("model", name, tuple(steps.MODELS))
+        refuse_unwritable((json,))
+        found: list[steps.LayerRows] = []
+        try:
+            for one in _estimated_layers(name, family, console) if family else _measured_layers(name, seconds, console):
+                found.append(one)
+        except KeyboardInterrupt:
+            status = 130
+            print_error(console, "interrupted", "ended early")
+        for one in found:
+            steps.print_layer(one, name, family or "host", console)
+        _write(json, {"model": name, "where": family or "host", "layers": [one.as_dict() for one in found]})
+    raise typer.Exit(status or int(not all(one.ok for one in found)))
+
+
+def _measured_layers(model: str, seconds: float, console: Console) -> Iterator[LayerRows]:
+    from dsv4_triton.bench.measure import measure_machine
+    from dsv4_triton.bench.run import Bench, device_named
+    from dsv4_triton.bench.step import measured
+
+    where = device_named("host")
+    with console.status("measuring a copy and a product"):
+        machine = measure_machine(where)
+    with progress_bar(console) as progress:
+        yield from measured(model, Bench(where, machine, seconds), progress)
+
+
+def _estimated_layers(model: str, family: str, console: Console) -> list[LayerRows]:
+    from dsv4_triton import offline
+    from dsv4_triton.bench.step import cases_of, estimated, layers
+    from dsv4_triton.compiler.cost.estimate import minimum_seconds
+    from dsv4_triton.offline.estimates import estimates
+
+    chosen = offline.family_named(family)
+    cases = cases_of(layers(model))
+    with progress_bar(console) as progress:
+        found = dict(zip(cases, estimates(cases, chosen, progress=progress), strict=True))
+    return estimated(
+        model,
+        lambda case: (found[case].seconds, found[case].limit_seconds, found[case].problem),
+        lambda least: minimum_seconds(least, chosen),
+    )
 
 
 @app.command()

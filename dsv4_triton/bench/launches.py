@@ -33,12 +33,12 @@ from dsv4_triton.backend.caches import CacheLayer
 from dsv4_triton.backend.op import OP_NAME, dsa_forward
 from dsv4_triton.bench.registry.make import reserve
 from dsv4_triton.bench.registry.models import MODELS
+from dsv4_triton.bench.step import KINDS
 from dsv4_triton.compiler.launches import Launch, recording
 from dsv4_triton.demo.checkpoint import DemoSettings, model_config
 from dsv4_triton.device import FAMILIES, acting_as
 from dsv4_triton.model.causal_lm import TritonDeepseekV4ForCausalLM
 
-KINDS = {"c4": 4, "c128": 128, "window": 0}
 ROUTERS = ("hash", "top-k")
 PARTS = ("mHC", "dense", "attention", "MoE")
 """`dense` are the matrix products of an attention layer, `attention` is what stands between them."""

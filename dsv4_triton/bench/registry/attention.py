@@ -7,7 +7,7 @@ visible entries are selected; `c128`, which attends all its entries.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -242,12 +242,19 @@ def _build_attention(job: Job, make: Maker) -> dict[str, Any]:
     return arguments
 
 
-def _attended(job: Job) -> tuple[int, int]:
-    """(distinct rows that are read, rows summed over tokens) of a step."""
+class Attended(NamedTuple):
+    """Rows that a step reads: distinct ones of the window and of the compressed cache, and all, summed over tokens."""
+
+    window: int
+    compressed: int
+    summed: int
+
+
+def _attended(job: Job) -> Attended:
     step, ratio = job.step, ratio_of(job.variant)
     window = (step.positions() + 1).clamp(0, WINDOW)
-    distinct = sum(new + min(before, WINDOW - 1) for before, new in step.requests)
-    summed = int(window.sum())
+    recent = sum(new + min(before, WINDOW - 1) for before, new in step.requests)
+    distinct, summed = 0, int(window.sum())
     if job.variant == "c4":
         chosen = selection(step, job.model.index_topk)
         summed += int((chosen >= 0).sum())
@@ -257,17 +264,24 @@ def _attended(job: Job) -> tuple[int, int]:
             distinct += int(seen[:-1].sum())
     elif ratio:
         summed += int(step.visible(ratio).sum())
-        distinct += step.entries(ratio)
-    return distinct, summed
+        distinct = step.entries(ratio)
+    return Attended(recent, distinct, summed)
+
+
+def _touched(job: Job) -> dict[str, int]:
+    """Every row that some token attends."""
+    rows = _attended(job)
+    row = job.layout.window.row_bytes
+    return {"window_cache": rows.window * row, "cmp_cache": rows.compressed * row}
 
 
 def _minimum_attention(job: Job) -> Minimum:
     """Queries in, outputs out, every row that some token attends once; two products of 512 for a head and row."""
-    distinct, summed = _attended(job)
+    rows = _attended(job)
     indices = job.tokens * job.model.index_topk * 4 if job.variant == "c4" else 0
     return Minimum(
-        2 * _heads(job) + distinct * job.layout.window.row_bytes + indices,
-        2 * HEAD_DIM * job.model.heads * summed,
+        2 * _heads(job) + (rows.window + rows.compressed) * job.layout.window.row_bytes + indices,
+        2 * HEAD_DIM * job.model.heads * rows.summed,
         BF16,
     )
 
@@ -302,8 +316,7 @@ def _gathered(inputs: Inputs, returned: Any) -> dict[str, torch.Tensor]:
 
 def _minimum_gather(job: Job) -> Minimum:
     """Rows in as they are stored, out as bf16, with a mask value each."""
-    _, summed = _attended(job)
-    return Minimum(summed * (job.layout.window.row_bytes + HEAD_DIM * 2 + 4))
+    return Minimum(_attended(job).summed * (job.layout.window.row_bytes + HEAD_DIM * 2 + 4))
 
 
 def _o_shapes(model: Model) -> list[Shape]:
@@ -372,8 +385,17 @@ ENTRIES = (
         _minimum_attention,
         _ATTENTION,
         baselines=("npu_sparse_attn_sharedkv",),
+        touched=_touched,
     ),
-    Entry("gather_rows", _gather_shapes, _build_gather, _minimum_gather, BF16_ROUNDING, outcome=_gathered),
+    Entry(
+        "gather_rows",
+        _gather_shapes,
+        _build_gather,
+        _minimum_gather,
+        BF16_ROUNDING,
+        outcome=_gathered,
+        touched=_touched,
+    ),
     Entry(
         "o_proj",
         _o_shapes,

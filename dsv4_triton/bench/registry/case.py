@@ -122,7 +122,8 @@ class Entry:
     `build` makes the arguments, `minimum` is the formula of the least work. `outcome` prepares what is compared where
     the plain results cannot be (quantised values are compared after dequantisation). `baselines` are names of other
     implementations of the same job. `planners` are names of the op's kernels whose results decide what its later
-    kernels do; they need none of the inputs that stay unwritten without `fill`.
+    kernels do; they need none of the inputs that stay unwritten without `fill`. `touched` are the bytes that the step
+    can touch of arguments, by name, where that is less than all of them.
     """
 
     op: str
@@ -134,6 +135,7 @@ class Entry:
     outcome: Callable[[Inputs, Any], dict[str, torch.Tensor]] = outcome
     baselines: tuple[str, ...] = ()
     planners: tuple[str, ...] = ()
+    touched: Callable[[Job], dict[str, int]] = lambda job: {}
 
     def cases(self, models: Iterable[Model]) -> list[Case]:
         return [Case(self, model, shape) for model in models for shape in self.shapes(model)]

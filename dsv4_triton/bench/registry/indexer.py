@@ -173,6 +173,7 @@ ENTRIES = (
         _SCORES,
         outcome=_visible,
         baselines=("npu_vllm_quant_lightning_indexer",),
+        touched=lambda job: {"key_cache": job.step.entries(4) * job.layout.index_keys.row_bytes},
     ),
     Entry("indexer_topk", _topk_shapes, _build_topk, _minimum_topk, EXACT, baselines=("torch.topk",)),
 )

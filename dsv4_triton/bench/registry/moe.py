@@ -158,6 +158,18 @@ def _minimum_grouped(job: Job) -> Minimum:
     return Minimum(_active(job) * N * K * 2 + _pairs(job) * (K * 2 + N * 4), _pairs(job) * N * K, BF16)
 
 
+def _touched_product(job: Job) -> dict[str, int]:
+    """The matrices of experts that some token chose."""
+    N, K = _product(job)
+    return {"w": _active(job) * N * K * 2}
+
+
+def _touched_experts(job: Job) -> dict[str, int]:
+    m = job.model
+    one = _WithShared.of(job).active * m.moe_intermediate * m.hidden * 2
+    return {"w13": 2 * one, "w2": one}
+
+
 def _build_dispatch(job: Job, make: Maker) -> dict[str, Any]:
     shared = _WithShared.of(job)
     T, k = shared.ids.shape
@@ -290,6 +302,7 @@ ENTRIES = (
         _GROUPED,
         outcome=_products,
         baselines=("npu_grouped_matmul",),
+        touched=_touched_product,
     ),
     Entry(
         "grouped_matmul_swiglu",
@@ -299,6 +312,7 @@ ENTRIES = (
         Tolerance(2**-7, 1e-5, "fp32 sums of up to 7,168 terms in another order, then one rounding to bf16"),
         outcome=_products,
         baselines=("npu_grouped_matmul_swiglu_quant",),
+        touched=_touched_experts,
     ),
     Entry("moe_dispatch", _tokens, _build_dispatch, _minimum_dispatch, EXACT, outcome=_dispatched, planners=_PLANNERS),
     Entry(
@@ -309,6 +323,7 @@ ENTRIES = (
         _EXPERTS,
         written=("out",),
         planners=_PLANNERS,
+        touched=_touched_experts,
     ),
     Entry(
         "swiglu",
