@@ -146,7 +146,7 @@ def _measure(
 ) -> int:
     from dsv4_triton.bench import results
     from dsv4_triton.bench.baselines import Interpreter
-    from dsv4_triton.bench.measure import measure_machine
+    from dsv4_triton.bench.measure import clock_of, measure_machine
     from dsv4_triton.bench.run import Bench, DeviceLostError, device_named, driver_for, measure_cases
 
     cases = _cases(*wanted, "demo" if device == "host" else "flash")
@@ -160,7 +160,7 @@ def _measure(
     status = 0
     try:
         with progress_bar(console) as progress, interprets or nullcontext():
-            for figure in measure_cases(cases, Bench(where, machine, seconds, interprets), progress):
+            for figure in measure_cases(cases, Bench(where, machine, seconds, interprets, clock_of(where)), progress):
                 found.figures.append(figure)
     except KeyboardInterrupt:
         found.ended, status = "interrupted", 130
@@ -299,7 +299,7 @@ def metadata(
     repeat: Annotated[int, typer.Option(min=1, help="Timed steps for each batch size.")] = 200,
     json: JsonFile = None,
 ) -> None:
-    """Time to plan a decode step of 1, 64 and 256 sequences, beside the PyTorch references."""
+    """Time to plan a decode step of 1, 64 and 256 sequences, beside the PyTorch references, and of a look-up."""
     console = _console()
     with reported(console):
         refuse_unwritable((json,))

@@ -13,16 +13,18 @@ import torch
 
 from dsv4_triton.bench.measure import host_clock
 from dsv4_triton.bench.registry import select
+from dsv4_triton.bench.run import bounded_memory
 from dsv4_triton.device import HOST
 
 
 def answer(op: str, name: str) -> dict[str, float | str]:
     """Seconds of a run, after the check against the reference."""
     (case,) = select(kernel=op, case=name)
-    inputs = case.build(HOST)
     try:
-        case.check(inputs, HOST)
-        return {"seconds": host_clock(lambda: case.launcher(**inputs.arguments))}
+        with bounded_memory(torch.device("cpu")):
+            inputs = case.build(HOST)
+            case.check(inputs, HOST)
+            return {"seconds": host_clock(lambda: case.launcher(**inputs.arguments))}
     except Exception as error:
         # Whatever the interpreter cannot do is a finding about it and goes to the caller.
         return {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}

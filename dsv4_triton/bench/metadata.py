@@ -20,7 +20,9 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from dsv4_triton.backend.geometry import FINE_STATE_ROWS, FINE_TOKENS, FINE_WINDOW_ROWS
 from dsv4_triton.backend.metadata import StepPlanner
+from dsv4_triton.bench.measure import host_clock
 from dsv4_triton.compiler import host
+from dsv4_triton.device import HOST
 from dsv4_triton.reference.step_layout import step_layout
 from dsv4_triton.reference.token_slots import token_slots
 
@@ -99,8 +101,20 @@ def measure(batch: int, repeat: int) -> dict[str, Any]:
     return {"sequences": batch, "planner_s": ours, "reference_s": theirs}
 
 
-def run(repeat: int, console: Console) -> list[dict[str, Any]]:
-    """Print the planning time of a decode step at 1, 64 and 256 sequences; `repeat` timed steps for each."""
+def lookup_seconds(calls: int = 10000) -> float:
+    """Seconds of one look-up of launch parameters for sizes that were seen before, which every launch makes."""
+    from dsv4_triton.kernels.muls_add import SPACE
+
+    def burst() -> None:
+        for _ in range(calls):
+            SPACE(HOST, elements=65536, x=torch.float32, y=torch.bfloat16)
+
+    return min(host_clock(burst) for _ in range(5)) / calls
+
+
+def run(repeat: int, console: Console) -> dict[str, Any]:
+    """Print the planning time of a decode step at 1, 64 and 256 sequences, `repeat` timed steps for each, and the time
+    of a look-up of launch parameters."""
     torch.set_num_threads(1)
     with host.installed():
         figures = [measure(batch, repeat) for batch in (1, 64, 256)]
@@ -111,4 +125,6 @@ def run(repeat: int, console: Console) -> list[dict[str, Any]]:
         ours, theirs = row["planner_s"] * 1e6, row["reference_s"] * 1e6
         table.add_row(str(row["sequences"]), f"{ours:.0f}", f"{theirs:.0f}", f"{ours / theirs:.2f}")
     console.print(table)
-    return figures
+    lookup = lookup_seconds()
+    console.print(f"look-up of launch parameters: {lookup * 1e6:.2f} us", highlight=False)
+    return {"steps": figures, "lookup_s": lookup}

@@ -14,7 +14,7 @@ import torch
 
 from dsv4_triton.bench import baselines
 from dsv4_triton.bench.baselines import INTERPRETER, Interpreter, UnavailableError
-from dsv4_triton.bench.measure import Clock, Machine, Times, alternate, clock_of
+from dsv4_triton.bench.measure import Clock, Machine, Times, alternate, host_clock
 from dsv4_triton.bench.registry import Case, Inputs, MismatchError
 from dsv4_triton.device import Family, family_of
 
@@ -134,14 +134,14 @@ def bounded_memory(device: torch.device) -> Iterator[None]:
 class Bench:
     """How cases are measured: where, against what the machine reached, and for how long each.
 
-    `interpreter` times Triton's interpreter too, on the host.
+    `interpreter` times Triton's interpreter too, on the host. `clock` is that of the device.
     """
 
     device: torch.device
     machine: Machine
     seconds: float
     interpreter: Interpreter | None = None
-    clock: Clock | None = None
+    clock: Clock = host_clock
 
     def measure(self, case: Case) -> Figure:
         """Check and time a case; never raises for what is wrong with the case."""
@@ -197,7 +197,7 @@ class Bench:
                 missing[name] = _line(error)
             else:
                 runs[name] = _bound(run, inputs.copy())
-        times = alternate(runs, self.seconds, self.clock or clock_of(self.device))
+        times = alternate(runs, self.seconds, self.clock)
         if self.interpreter is not None:
             try:
                 seconds = self.interpreter.measure(case)

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dsv4_triton.backend.geometry import overlap
-from dsv4_triton.bench.measure import Times, alternate, clock_of
+from dsv4_triton.bench.measure import Times, alternate
 from dsv4_triton.bench.registry import MODELS, Case, Minimum, select
 from dsv4_triton.bench.registry.case import EAGER
 from dsv4_triton.bench.results import readable
@@ -203,7 +203,7 @@ def _product(work: Product, bench: Bench) -> Times:
     x = torch.randn(work.rows, work.inputs, device=bench.device).to(work.dtype)
     w = torch.randn(work.outputs, work.inputs, device=bench.device).to(work.dtype)
     run = {OURS: lambda: torch.nn.functional.linear(x, w)}
-    return alternate(run, bench.seconds, bench.clock or clock_of(bench.device))[OURS]
+    return alternate(run, bench.seconds, bench.clock)[OURS]
 
 
 def _tokens(stages: Sequence[Stage]) -> int:

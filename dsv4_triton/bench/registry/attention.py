@@ -186,7 +186,7 @@ def _attention_shapes(model: Model) -> list[Shape]:
             *(Shape(step, "c4-dense") for step in dense),
             *(Shape(step, "c128") for step in selected),
         ]
-    )
+    ) + [Shape(decode(64, 32 * KI), kind, "vllm-ascend") for kind in ("window", "c128")]
 
 
 def ratio_of(variant: str) -> int:
