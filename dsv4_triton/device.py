@@ -95,11 +95,13 @@ A5_SPEED = Speed(
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Family:
     """What kernels and caches need to know of a device family.
 
     Sizes are bytes per core. Sources: the module limits that `bishengir-compile` prints (910B2, 910_9391, 950PR_9589).
+    Records are equal only to themselves: launches look things up by family, and hashing all fields would take longer
+    than the look-up.
     """
 
     name: str
