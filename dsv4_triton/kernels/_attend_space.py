@@ -33,13 +33,13 @@ def _default(family: Family, key: Key) -> dict[str, Any]:
 
 
 def _paths(family: Family, call: Call) -> tuple[str | None, ...]:
-    """None for the first possible path, and the names of the other possible ones."""
+    """None for the first possible path, and the names of others: where the window can stay in its place it does, since
+    scratch would grow by its rows."""
     limit = default_limits(family)
     first = plan(family, call, limit)
-    others = (
-        name for name, path in PATHS.items() if path(family, call, limit._replace(PATH=name)) not in (None, first)
-    )
-    return None, *others
+    names = ["copies", "steps"] if first.base else ["pages", "beside", "parts"]
+    others = {name: PATHS[name](family, call, limit._replace(PATH=name)) for name in names}
+    return None, *(name for name, other in others.items() if other not in (None, first))
 
 
 def _candidates(family: Family, key: Key) -> Choices:
@@ -50,20 +50,18 @@ def _candidates(family: Family, key: Key) -> Choices:
     paths, chosen = _paths(family, call), plan(family, call, limit)
     found: dict[str, Any] = {"PATH": paths} if len(paths) > 1 else {}
     if call.dense:
-        found["SLOT_ROWS" if chosen.slots and family.mixed_kernels else "CHUNK_ROWS"] = (
-            _SLOT_ROWS if chosen.slots and family.mixed_kernels else _CHUNK_ROWS
-        )
-    if chosen.launches:
-        most = min(128, max(16, call.heads))
-        found["HEADS"] = [heads for heads in (32, 64, 128) if heads <= most or heads == limit.HEADS]
-        found["WHOLE_COLUMNS"] = (0, 256, limit.WHOLE_COLUMNS, 768)
-        found["TILE_ROWS"] = (128, 192, 256, limit.TILE_ROWS) if chosen.gathered else (limit.TILE_ROWS,)
-        found["SLICE"] = (limit.SLICE, 256)
-        found["VALUE_WIDTH"] = (128, limit.VALUE_WIDTH, 512)
-        found["ONCE"] = (None, False, True)
-        found["CORE_ITEMS"] = (1, 2, 4, 8) if chosen.slots else (limit.CORE_ITEMS,)
-        found |= mixing(family)
-    return found
+        found |= {"SLOT_ROWS": _SLOT_ROWS} if chosen.slots and family.mixed_kernels else {"CHUNK_ROWS": _CHUNK_ROWS}
+    if not chosen.launches and len(paths) == 1:
+        return found
+    if call.heads > 64:
+        found["HEADS"] = (64, 128)
+    if any(tiling.DK == HEAD_DIM for tiling in chosen.launches):
+        found |= {"ONCE": (None, False, True), "WHOLE_COLUMNS": (0, limit.WHOLE_COLUMNS)}
+    if chosen.gathered > limit.TILE_ROWS:
+        found["TILE_ROWS"] = (128, 192, limit.TILE_ROWS)
+    if chosen.slots:
+        found["CORE_ITEMS"] = (1, 2, 4, 8)
+    return found | {"VALUE_WIDTH": (128, limit.VALUE_WIDTH, 512), **mixing(family)}
 
 
 @lru_cache(maxsize=1024)

@@ -10,14 +10,18 @@ Grid: persistent over (request, block of columns), vector cores. Every item look
 at a time with a few vector operations each.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
+from dsv4_triton.autotune.space import Choices, Key, Space
 from dsv4_triton.device import Family
 from dsv4_triton.kernels._row_copies import copy_run
-from dsv4_triton.kernels._rows import is_record, record_views
-from dsv4_triton.kernels.gather_rows import BLOCK, RECORD_BLOCK
+from dsv4_triton.kernels._rows import HEAD_DIM, is_record, record_views
+from dsv4_triton.kernels.gather_rows import copy_candidates, copy_columns
 
 SCAN = 1024
 
@@ -58,6 +62,25 @@ def _dense_rows_kernel(
             )  # fmt: skip
 
 
+def _default(family: Family, key: Key) -> dict[str, Any]:
+    """COLS: columns of an item. SCAN: tokens that are looked through at once."""
+    return {"COLS": copy_columns(key["record"]), "SCAN": SCAN, "multibuffer": None}
+
+
+def _candidates(family: Family, key: Key) -> Choices:
+    return {**copy_candidates(family, key["record"]), "SCAN": (256, 512, 1024, 2048, 4096)}
+
+
+def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:
+    columns, size = config["COLS"], 2 * config["COLS"] * HEAD_DIM * key["bytes"] + 16 * config["SCAN"]
+    if key["columns"] % columns:
+        return f"COLS {columns} does not divide {key['columns']} columns"
+    return f"COLS {columns} takes {size} bytes, UB has {family.ub_bytes}" if size > family.ub_bytes else ""
+
+
+SPACE = Space("dense_rows", default=_default, candidates=_candidates, fits=_fits, buckets=("tokens", "requests"))
+
+
 def dense_rows(
     cmp_cache: torch.Tensor,
     cmp_table: torch.Tensor,
@@ -73,9 +96,12 @@ def dense_rows(
     """Fill `rows` [B, columns, 512]; at most `limit` rows of a request. The caller has checked the arguments."""
     requests, columns, _ = rows.shape
     record = is_record(cmp_cache)
-    block = RECORD_BLOCK if record else BLOCK
-    _dense_rows_kernel[(min(requests * columns // block, family.vector_cores),)](
+    config = SPACE(
+        family, tokens=len(token_req), requests=requests, columns=columns, page=cmp_cache.shape[1], record=record,
+        bytes=rows.element_size(),
+    )  # fmt: skip
+    _dense_rows_kernel[(min(requests * columns // config["COLS"], family.vector_cores),)](
         *record_views(cmp_cache), cmp_table, token_req, n_vis, rows,
         len(token_req), requests, cmp_table.stride(0), cmp_cache.stride(0), columns, limit, base, fill,
-        RECORD=record, PAGE=cmp_cache.shape[1], COLS=block, SCAN=SCAN,
+        RECORD=record, PAGE=cmp_cache.shape[1], COLS=config["COLS"], SCAN=config["SCAN"], **config.options,
     )  # fmt: skip

@@ -19,12 +19,15 @@ loads. Families: all. Source: docs/model.md, sections 5 and 8.
 """
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from dsv4_triton.device import family_of
+from dsv4_triton.autotune.space import Choices, Key, Space, buffering
+from dsv4_triton.device import Family, family_of
 from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor
 from dsv4_triton.kernels._fake_quant import fp8_sim64
 from dsv4_triton.kernels._lang import extract_slice
@@ -207,6 +210,36 @@ def chunk_rows(rows: int, ratio: int) -> int:
     return math.gcd(rows, ratio, MAX_CHUNK_ROWS)
 
 
+def chunk_choices(rows: int, ratio: int) -> list[int]:
+    """Rows that can be folded at once."""
+    return [chunk for chunk in (1, 2, 4, 8, 16, 32, 64) if math.gcd(rows, ratio) % chunk == 0]
+
+
+def chunk_problem(family: Family, rows: int, ratio: int, chunk: int, dim: int) -> str:
+    """ "" or why `chunk` rows of `dim` features cannot be folded at once, for pages of `rows` rows."""
+    if math.gcd(rows, ratio) % chunk:
+        return f"{chunk} rows do not divide {rows} and {ratio}"
+    size = 4 * chunk * dim * 4
+    return f"{chunk} rows take {size} bytes, UB has {family.ub_bytes}" if family.arch and size > family.ub_bytes else ""
+
+
+def _default(family: Family, key: Key) -> dict[str, Any]:
+    """CHUNK: rows that are folded at once."""
+    return {"CHUNK": chunk_rows(key["rows"], key["ratio"]), "multibuffer": None}
+
+
+def _candidates(family: Family, key: Key) -> Choices:
+    """On the host the order of the sums does not change."""
+    return {"CHUNK": chunk_choices(key["rows"], key["ratio"]), **buffering(family)} if family.arch else {}
+
+
+def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:
+    return chunk_problem(family, key["rows"], key["ratio"], config["CHUNK"], key["dim"])
+
+
+SPACE = Space(OP, default=_default, candidates=_candidates, fits=_fits)
+
+
 def compressor_fold(
     state: torch.Tensor,
     state_table: torch.Tensor,
@@ -264,7 +297,12 @@ def compressor_fold(
     check_filled(OP, state=state, state_table=state_table, cos_sin=cos_sin, cache=cache)
     rows = state.shape[1]
     values, as_bytes = record_views(result)
-    grid = (min(tokens, family_of(device.type).vector_cores),)
+    family = family_of(device.type)
+    config = SPACE(
+        family, tokens=tokens, ratio=ratio, dim=dim, rows=rows, record=record, fake_quant=fake_quant,
+        dtype=result.dtype,
+    )  # fmt: skip
+    grid = (min(tokens, family.vector_cores),)
     _compressor_fold_kernel[grid](
         state,
         state_table,
@@ -287,6 +325,7 @@ def compressor_fold(
         RATIO=ratio,
         OVERLAP=overlap,
         DIM=dim,
-        CHUNK=chunk_rows(rows, ratio),
+        CHUNK=config["CHUNK"],
         FAKE_QUANT=fake_quant,
+        **config.options,
     )

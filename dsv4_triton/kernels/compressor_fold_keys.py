@@ -11,17 +11,21 @@ and insert. Grid: one program per vector core at most. UB bytes: those of `compr
 and up to 128 * 128 * 4 for the matrix. Families: all. Source: docs/model.md, sections 5, 6 and 8.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from dsv4_triton.device import family_of
+from dsv4_triton.autotune.space import Choices, Key, Space, buffering
+from dsv4_triton.device import Family, family_of
 from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor
 from dsv4_triton.kernels._index_quant import FORMATS, SCALE_DTYPES, codes
 from dsv4_triton.kernels._lang import extract_slice
 from dsv4_triton.kernels._rope import HALF
 from dsv4_triton.kernels._rows import HEAD_DIM, check_rows, is_record, record_views
-from dsv4_triton.kernels.compressor_fold import chunk_rows, fold_entry, store_entry
+from dsv4_triton.kernels.compressor_fold import chunk_choices, chunk_problem, chunk_rows, fold_entry, store_entry
 from dsv4_triton.kernels.indexer_insert_k import store_key
 
 OP = "compressor_fold_keys"
@@ -125,6 +129,35 @@ def _compressor_fold_keys_kernel(
                     store_key(y, keys_ptr, scales_ptr, slot, key_stride, scale_stride, KEY_ROWS, FORMAT)
 
 
+def _default(family: Family, key: Key) -> dict[str, Any]:
+    """CHUNK, KEY_CHUNK: rows that are folded at once. BOTH: whether a core takes main windows and keys of one share of
+    the tokens. FACTORED: `_times_matrix`."""
+    return {
+        "CHUNK": chunk_rows(key["rows"], RATIO), "KEY_CHUNK": chunk_rows(key["key_rows"], RATIO),
+        "BOTH": key["tokens"] >= _MANY * family.vector_cores, "FACTORED": not family.vector_registers,
+        "multibuffer": None,
+    }  # fmt: skip
+
+
+def _candidates(family: Family, key: Key) -> Choices:
+    """On the host the order of the sums does not change."""
+    if not family.arch:
+        return {"BOTH": (False, True)}
+    return {
+        "CHUNK": chunk_choices(key["rows"], RATIO), "KEY_CHUNK": chunk_choices(key["key_rows"], RATIO),
+        "BOTH": (False, True), "FACTORED": (False, True), **buffering(family),
+    }  # fmt: skip
+
+
+def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:
+    return chunk_problem(family, key["rows"], RATIO, config["CHUNK"], HEAD_DIM) or chunk_problem(
+        family, key["key_rows"], RATIO, config["KEY_CHUNK"], KEY_DIM
+    )
+
+
+SPACE = Space(OP, default=_default, candidates=_candidates, fits=_fits)
+
+
 def compressor_fold_keys(
     state: torch.Tensor,
     state_table: torch.Tensor,
@@ -182,7 +215,11 @@ def compressor_fold_keys(
     values, as_bytes = record_views(cache)
     family = family_of(device.type)
     cores = family.vector_cores
-    share = triton.cdiv(tokens if tokens >= _MANY * cores else 2 * tokens, cores)
+    config = SPACE(
+        family, tokens=tokens, rows=state.shape[1], key_rows=key_state.shape[1], record=is_record(cache),
+        fake_quant=fake_quant, dtype=hadamard.dtype, keys=key_cache.dtype,
+    )  # fmt: skip
+    share = triton.cdiv(tokens if config["BOTH"] else 2 * tokens, cores)
     _compressor_fold_keys_kernel[(min(2 * triton.cdiv(tokens, share), cores),)](
         state, state_table, slots, weight, values, as_bytes,
         key_state, key_state_table, key_slots, key_weight, hadamard, codes(key_cache), scales,
@@ -190,8 +227,8 @@ def compressor_fold_keys(
         tokens, share, state_table.stride(0), state.stride(0), cache.stride(0),
         key_state_table.stride(0), key_state.stride(0), key_cache.stride(0), scales.stride(0), eps,
         ROWS=state.shape[1], RESULT_ROWS=cache.shape[1], RESULT_WIDTH=cache.shape[2], RECORD=is_record(cache),
-        FAKE_QUANT=fake_quant, CHUNK=chunk_rows(state.shape[1], RATIO), DIM=HEAD_DIM,
+        FAKE_QUANT=fake_quant, CHUNK=config["CHUNK"], DIM=HEAD_DIM,
         KEY_ROWS=key_cache.shape[1], KEY_STATE_ROWS=key_state.shape[1],
-        KEY_CHUNK=chunk_rows(key_state.shape[1], RATIO), KEY_DIM=KEY_DIM, FORMAT=FORMATS[key_cache.dtype], RATIO=RATIO,
-        FACTORED=not family.vector_registers,
+        KEY_CHUNK=config["KEY_CHUNK"], KEY_DIM=KEY_DIM, FORMAT=FORMATS[key_cache.dtype], RATIO=RATIO,
+        FACTORED=config["FACTORED"], **config.options,
     )  # fmt: skip

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4_triton.autotune.space import Space, buffering
 from dsv4_triton.device import family_of
 from dsv4_triton.kernels._checks import check_filled, check_tensor
 
@@ -54,6 +55,12 @@ def _compressor_state_insert_kernel(
             insert_state_row(source, ape_ptr, position, state_ptr, slot, block_stride, ROWS, RATIO, WIDTH)
 
 
+SPACE = Space(
+    OP, default=lambda family, key: {"multibuffer": None}, candidates=lambda family, key: buffering(family)
+)  # fmt: skip
+"""Nothing but an option of the compiler: a row is as wide as it is."""
+
+
 def compressor_state_insert(
     proj: torch.Tensor, ape: torch.Tensor, positions: torch.Tensor, state: torch.Tensor, slots: torch.Tensor
 ) -> None:
@@ -74,7 +81,9 @@ def compressor_state_insert(
     if tokens == 0:
         return
     check_filled(OP, ape=ape, state=state)
-    grid = (min(tokens, family_of(device.type).vector_cores),)
+    family = family_of(device.type)
+    config = SPACE(family, tokens=tokens, width=width, ratio=ratio)
+    grid = (min(tokens, family.vector_cores),)
     _compressor_state_insert_kernel[grid](
         proj,
         ape,
@@ -87,4 +96,5 @@ def compressor_state_insert(
         ROWS=state.shape[1],
         RATIO=ratio,
         WIDTH=width,
+        **config.options,
     )

@@ -17,11 +17,15 @@ at most four buffers, an index list and a block table, 166 KB. Source: gather an
 design study.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from dsv4_triton.device import family_of
+from dsv4_triton.autotune.space import Choices, Key, Space, buffering
+from dsv4_triton.device import Family, family_of
 from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor, output
 from dsv4_triton.kernels._row_copies import copy_listed, copy_run
 from dsv4_triton.kernels._rows import HEAD_DIM, check_rows, is_record, record_views
@@ -171,6 +175,46 @@ def window_columns(window: int) -> int:
     return -(-window // BLOCK) * BLOCK
 
 
+def copy_columns(record: bool) -> int:
+    """Columns of an item when nobody tuned."""
+    return RECORD_BLOCK if record else BLOCK
+
+
+def copy_candidates(family: Family, record: bool) -> Choices:
+    """Columns of an item, which change no value: rows are copied."""
+    return {"COLS": (8, 16, 32) if record else (16, 32, 64), **buffering(family)}
+
+
+def _in_ub(family: Family, key: Key) -> bool:
+    """Whether pages of listed rows are looked up in vector memory."""
+    page = key["cmp_page"]
+    fit = not family.row_operands and page & (page - 1) == 0 and key["entries"] <= TABLE_ENTRIES
+    return key["selected"] and fit
+
+
+def _default(family: Family, key: Key) -> dict[str, Any]:
+    """COLS: columns of an item. IN_UB: whether pages of listed rows are looked up in vector memory."""
+    return {"COLS": copy_columns(key["record"]), "IN_UB": _in_ub(family, key), "multibuffer": None}
+
+
+def _candidates(family: Family, key: Key) -> Choices:
+    lookups = {"IN_UB": (True, False)} if _in_ub(family, key) else {}
+    return {**copy_candidates(family, key["record"]), **lookups}
+
+
+def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:
+    columns, size = config["COLS"], 2 * config["COLS"] * HEAD_DIM * key["bytes"]
+    if key["columns"] % columns or key["base"] % columns or key["fill"] % columns:
+        return f"COLS {columns} does not divide {key['columns']}, {key['base']} and {key['fill']} columns"
+    if config["IN_UB"] and not _in_ub(family, key):
+        return "pages cannot be looked up in vector memory"
+    size += 4 * (key["columns"] - key["base"] + key["entries"]) if config["IN_UB"] else 0
+    return f"COLS {columns} takes {size} bytes, UB has {family.ub_bytes}" if size > family.ub_bytes else ""
+
+
+SPACE = Space(OP, default=_default, candidates=_candidates, fits=_fits, buckets=("tokens", "columns", "entries"))
+
+
 def gather_rows(
     window_cache: torch.Tensor,
     window_table: torch.Tensor,
@@ -238,10 +282,13 @@ def gather_rows(
         return rows, bias
     check_filled(OP, window_cache=window_cache, window_table=window_table, cmp_cache=cmp_cache, cmp_table=cmp_table)
     assert cmp_table is not None
-    block = RECORD_BLOCK if record else BLOCK
     family = family_of(device.type)
     page, entries = cmp_cache.shape[1], -(-cmp_table.shape[1] // 8) * 8
-    in_ub = indices is not None and not family.row_operands and page & (page - 1) == 0 and entries <= TABLE_ENTRIES
+    config = SPACE(
+        family, tokens=tokens, columns=columns, entries=entries, base=window_columns(window), fill=fill,
+        selected=indices is not None, page=window_cache.shape[1], cmp_page=page, record=record, bytes=dtype.itemsize,
+    )  # fmt: skip
+    block, in_ub = config["COLS"], config["IN_UB"]
     _gather_rows_kernel[(min(tokens * columns // block, family.vector_cores),)](
         *record_views(window_cache), window_table, *record_views(cmp_cache), cmp_table,
         pick, token_req, positions, rows, bias,
@@ -250,5 +297,6 @@ def gather_rows(
         SELECTED=indices is not None, RECORD=record, PAGE=window_cache.shape[1], CMP_PAGE=cmp_cache.shape[1],
         PICKS=0 if indices is None else columns - window_columns(window), WINDOW_COLS=window_columns(window),
         COLS=block, SHIFT=page.bit_length() - 1 if in_ub else 0, TABLE=entries if in_ub else 0,
+        **config.options,
     )  # fmt: skip
     return rows, bias

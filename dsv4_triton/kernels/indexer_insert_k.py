@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4_triton.autotune.space import Space, buffering
 from dsv4_triton.device import family_of
 from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor
 from dsv4_triton.kernels._index_quant import FORMATS, PLAIN, SCALE_DTYPES, codes, quantise_rows
@@ -69,6 +70,12 @@ def _indexer_insert_k_kernel(
             store_key(y, keys_ptr, scales_ptr, slot, key_stride, scale_stride, ROWS, FORMAT)
 
 
+SPACE = Space(
+    OP, default=lambda family, key: {"multibuffer": None}, candidates=lambda family, key: buffering(family)
+)  # fmt: skip
+"""Nothing but an option of the compiler: a row is one step."""
+
+
 def indexer_insert_k(
     e: torch.Tensor,
     hadamard: torch.Tensor,
@@ -99,7 +106,9 @@ def indexer_insert_k(
         return
     check_filled(OP, key_cache=key_cache)
     scales = key_cache if scale_cache is None else scale_cache
-    grid = (min(tokens, family_of(device.type).vector_cores),)
+    family = family_of(device.type)
+    config = SPACE(family, tokens=tokens, dtype=e.dtype, keys=key_cache.dtype)
+    grid = (min(tokens, family.vector_cores),)
     _indexer_insert_k_kernel[grid](
         e,
         hadamard,
@@ -112,4 +121,5 @@ def indexer_insert_k(
         ROWS=rows,
         D=DIM,
         FORMAT=FORMATS[key_cache.dtype],
+        **config.options,
     )

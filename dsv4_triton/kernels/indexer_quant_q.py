@@ -10,11 +10,15 @@ epilogue, whose two halves overlap on A2, and which A5 can link. Grid: one progr
 over blocks of heads. UB bytes: about BH * 128 * 12. Families: all. Source: docs/model.md, section 6.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from dsv4_triton.device import family_of
+from dsv4_triton.autotune.space import MIXED, Choices, Key, Space, mixing
+from dsv4_triton.device import Family, family_of
 from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor, output
 from dsv4_triton.kernels._index_quant import FORMATS, PLAIN, SCALE_DTYPES, codes, quantise_rows
 from dsv4_triton.kernels._rope import HALF
@@ -61,6 +65,25 @@ def heads_per_item(tokens: int, heads: int, cores: int) -> int:
     return min(blocks, key=lambda block: (triton.cdiv(tokens * heads // block, cores) * (block + ITEM_COST), -block))
 
 
+def _default(family: Family, key: Key) -> dict[str, Any]:
+    """BH: heads of an item."""
+    return {"BH": heads_per_item(key["tokens"], key["heads"], family.cube_cores), **MIXED}
+
+
+def _candidates(family: Family, key: Key) -> Choices:
+    return {"BH": [block for block in (8, 16, 32, 64, 128) if key["heads"] % block == 0], **mixing(family)}
+
+
+def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:
+    block, size = config["BH"], config["BH"] * DIM * 12
+    if block & (block - 1) or key["heads"] % block:
+        return f"BH {block} is no power of two that divides {key['heads']} heads"
+    return f"BH {block} takes {size} bytes, UB has {family.ub_bytes}" if family.arch and size > family.ub_bytes else ""
+
+
+SPACE = Space(OP, default=_default, candidates=_candidates, fits=_fits)
+
+
 def indexer_quant_q(
     q: torch.Tensor,
     positions: torch.Tensor,
@@ -97,10 +120,11 @@ def indexer_quant_q(
     check_filled(OP, cos_sin=cos_sin)
     if not rotated:
         q = rope(q, positions, cos_sin)
-    cores = family_of(q.device.type).cube_cores
-    block = heads_per_item(tokens, heads, cores)
+    family = family_of(q.device.type)
+    config = SPACE(family, tokens=tokens, heads=heads, dtype=q.dtype, values=dtype)
+    block = config["BH"]
     items = tokens * (heads // block)
-    _indexer_quant_q_kernel[(min(items, cores),)](
+    _indexer_quant_q_kernel[(min(items, family.cube_cores),)](
         q,
         hadamard,
         codes(values),
@@ -109,6 +133,6 @@ def indexer_quant_q(
         BH=block,
         D=DIM,
         FORMAT=FORMATS[dtype],
-        tile_mix_vector_loop=1,
+        **config.options,
     )
     return values, scale

@@ -18,18 +18,26 @@ Grid: one program per vector core at most, persistent over (row, tile). UB bytes
 Source: docs/model.md, section 6 (tie rule).
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from dsv4_triton.device import family_of
+from dsv4_triton.autotune.space import Choices, Key, Space, buffering
+from dsv4_triton.device import Family, family_of
 from dsv4_triton.kernels._checks import check_tensor, output
 from dsv4_triton.kernels._lang import extract_slice, get_element
+from dsv4_triton.kernels._tiling import next_power_of_2
 from dsv4_triton.kernels._workspace import Part, carve, workspace_bytes
 
 OP = "indexer_topk"
 MAX_K = 2048
 MAX_TILE = 4096
+MIN_TILE = 1024
+SMALL_SCRATCH = 32 << 20
+"""Bytes of scratch that tiles of any size may take."""
 
 
 @triton.jit
@@ -160,16 +168,16 @@ def _indexer_topk_kernel(
                 tl.store(best_scores_ptr + best + rank, tl.full((WIDTH,), float("nan"), tl.float32), mask=rank < K)
 
 
-def _tile(entries: int, width: int) -> int:
-    """Entries of a tile: the row if it fits, at least the width of the result."""
-    return max(width, min(MAX_TILE, triton.next_power_of_2(entries)))
+def _tile(entries: int, width: int, most: int) -> int:
+    """Entries of a tile, `most` at most: the row if it fits, at least the width of the result."""
+    return max(width, min(most, next_power_of_2(entries)))
 
 
-def _levels(entries: int, k: int) -> list[int]:
+def _levels(entries: int, k: int, most: int) -> list[int]:
     """Entries of a row at each level of the tree."""
-    width = triton.next_power_of_2(k)
+    width = next_power_of_2(k)
     levels = [entries]
-    while (tiles := triton.cdiv(entries, _tile(entries, width))) > 1:
+    while (tiles := triton.cdiv(entries, _tile(entries, width, most))) > 1:
         entries = tiles * k
         levels.append(entries)
     return levels
@@ -182,7 +190,35 @@ def _scratch(tokens: int, levels: list[int]) -> list[Part]:
 
 def indexer_topk_workspace(tokens: int, entries: int, k: int) -> int:
     """Bytes of scratch that `indexer_topk` takes at most for up to `tokens` rows of up to `entries` scores."""
-    return workspace_bytes(_scratch(tokens, _levels(entries, k)))
+    return max(_bytes(tokens, entries, k, MAX_TILE), min(SMALL_SCRATCH, _bytes(tokens, entries, k, MIN_TILE)))
+
+
+def _bytes(tokens: int, entries: int, k: int, most: int) -> int:
+    return workspace_bytes(_scratch(tokens, _levels(entries, k, most)))
+
+
+def _default(family: Family, key: Key) -> dict[str, Any]:
+    """TILE: most entries of a tile."""
+    return {"TILE": MAX_TILE, "multibuffer": None}
+
+
+def _candidates(family: Family, key: Key) -> Choices:
+    return {"TILE": (1024, 2048, 4096, 8192), **buffering(family)}
+
+
+def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:
+    """Smaller tiles leave more to the next level: its scratch must not outgrow the default's, unless it is little."""
+    tile, size = config["TILE"], 40 * config["TILE"]
+    if tile & (tile - 1) or tile < max(MIN_TILE, 2 * next_power_of_2(key["k"])):
+        return f"TILE {tile} is no power of two of at least {MIN_TILE} and twice {key['k']}"
+    if family.arch and size > family.ub_bytes:
+        return f"TILE {tile} takes {size} bytes, UB has {family.ub_bytes}"
+    need = _bytes(key["tokens"], key["entries"], key["k"], tile)
+    most = max(SMALL_SCRATCH, _bytes(key["tokens"], key["entries"], key["k"], MAX_TILE))
+    return f"TILE {tile} takes {need} bytes of scratch, more than {most}" if need > most else ""
+
+
+SPACE = Space(OP, default=_default, candidates=_candidates, fits=_fits, buckets=("tokens", "entries"))
 
 
 def indexer_topk(
@@ -210,12 +246,13 @@ def indexer_topk(
     if entries == 0:
         return out.fill_(-1)
     family = family_of(scores.device.type)
-    width = triton.next_power_of_2(k)
-    levels = _levels(entries, k)
+    config = SPACE(family, tokens=tokens, entries=entries, k=k)
+    width, most = next_power_of_2(k), config["TILE"]
+    levels = _levels(entries, k, most)
     results = [*carve(OP, workspace, scores.device, _scratch(tokens, levels)), out, scores]
     ids = out
     for level, entries in enumerate(levels):
-        tile = _tile(entries, width)
+        tile = _tile(entries, width, most)
         tiles = triton.cdiv(entries, tile)
         best_ids, best_scores = results[2 * level : 2 * level + 2]
         items = tokens * tiles
@@ -235,6 +272,7 @@ def indexer_topk(
             FIRST=level == 0,
             LAST=tiles == 1,
             BY_SORT=family.vector_sort,
+            **config.options,
         )
         scores, ids = best_scores, best_ids
     return out

@@ -9,11 +9,15 @@ one by one. UB: about `RUN * 512 * 19` bytes on A2 (bf16), twice that for fake_q
 Source: kv path of the DeepSeek-V4 reference attention.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from dsv4_triton.device import family_of
+from dsv4_triton.autotune.space import Choices, Key, Space, buffering
+from dsv4_triton.device import Family, family_of
 from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor
 from dsv4_triton.kernels._fake_quant import fp8_sim64
 from dsv4_triton.kernels._lang import extract_slice
@@ -151,6 +155,44 @@ def run_length(tokens: int, cores: int, fake_quant: bool, record: bool) -> int:
     return run if tokens >= run * cores and not record else 1
 
 
+def aligned_share(tokens: int, items: int, align: int) -> int:
+    """Tokens of one of up to `items` shares, a multiple of `align`."""
+    return triton.cdiv(triton.cdiv(tokens, items), align) * align
+
+
+def runs(family: Family, fake_quant: bool, record: bool) -> list[int]:
+    """Tokens of a tile that are worth a try: what fits vector memory."""
+    return [1] if record else [run for run in (1, 2, 4, 8, 16, 32) if run_problem(family, run, fake_quant, 2) == ""]
+
+
+def run_problem(family: Family, run: int, fake_quant: bool, itemsize: int) -> str:
+    """ "" or why tiles of `run` tokens cannot fit."""
+    size = run * HEAD_DIM * (4 + itemsize) * (2 if fake_quant else 1)
+    return f"RUN {run} takes {size} bytes, UB has {family.ub_bytes}" if family.arch and size > family.ub_bytes else ""
+
+
+def _default(family: Family, key: Key) -> dict[str, Any]:
+    """RUN: tokens of a tile. ALIGN: the share of a core is a multiple of it."""
+    run = run_length(key["tokens"], family.vector_cores, key["fake_quant"], key["record"])
+    return {"RUN": run, "ALIGN": 1, "multibuffer": None}
+
+
+def _candidates(family: Family, key: Key) -> Choices:
+    """On the host a tile may add up a row in another order than a single one."""
+    if not family.arch:
+        return {}
+    return {"RUN": runs(family, key["fake_quant"], key["record"]), "ALIGN": (1, 8, 16, 32), **buffering(family)}
+
+
+def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:
+    if key["record"] and config["RUN"] > 1:
+        return "records are stored one by one"
+    return run_problem(family, config["RUN"], key["fake_quant"], key["bytes"])
+
+
+SPACE = Space(OP, default=_default, candidates=_candidates, fits=_fits)
+
+
 def kv_norm_rope_insert(
     kv: torch.Tensor,
     weight: torch.Tensor,
@@ -178,11 +220,15 @@ def kv_norm_rope_insert(
     if tokens == 0:
         return
     check_filled(OP, cos_sin=cos_sin, cache=cache)
-    cores = family_of(kv.device.type).vector_cores
+    family = family_of(kv.device.type)
     record = is_record(cache)
+    config = SPACE(family, tokens=tokens, fake_quant=fake_quant, record=record, page=cache.shape[1], bytes=kv.itemsize)
+    programs = min(tokens, family.vector_cores)
+    if config["ALIGN"] > 1:
+        programs = triton.cdiv(tokens, aligned_share(tokens, programs, config["ALIGN"]))
     values, as_bytes = record_views(cache)
-    _kv_norm_rope_insert_kernel[(min(tokens, cores),)](
+    _kv_norm_rope_insert_kernel[(programs,)](
         kv, weight, positions, cos_sin, values, as_bytes, slots, tokens, kv.stride(0), cache.stride(0), eps,
         R=cache.shape[1], D=HEAD_DIM, ROW=cache.shape[2], FAKE_QUANT=fake_quant, RECORD=record,
-        RUN=run_length(tokens, cores, fake_quant, record),
+        RUN=config["RUN"], **config.options,
     )  # fmt: skip

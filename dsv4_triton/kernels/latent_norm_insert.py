@@ -13,18 +13,20 @@ Source: prologue of the DeepSeek-V4 reference attention.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from dsv4_triton.device import family_of
+from dsv4_triton.autotune.space import Choices, Key, Space, buffering
+from dsv4_triton.device import Family, family_of
 from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor, output
 from dsv4_triton.kernels._rows import HEAD_DIM, check_rows, is_record, record_views
 from dsv4_triton.kernels._tiling import next_power_of_2
 from dsv4_triton.kernels.compressor_state_insert import insert_state_row
-from dsv4_triton.kernels.kv_norm_rope_insert import ROTARY, insert_tokens, run_length
+from dsv4_triton.kernels.kv_norm_rope_insert import ROTARY, aligned_share, insert_tokens, run_length, run_problem, runs
 
 OP = "latent_norm_insert"
 _NORM_TILE = 4096
@@ -139,6 +141,37 @@ def _latent_norm_insert_kernel(
                 )  # fmt: skip
 
 
+def _default(family: Family, key: Key) -> dict[str, Any]:
+    """ITEMS: items a core for each job, 0 for one in all. ALIGN: tokens of an item are a multiple of it. RUN: tokens of
+    a tile of kv rows. NORM_ROWS: tokens of a tile of latents."""
+    cores, padded = family.vector_cores, next_power_of_2(key["width"])
+    norm_rows = max(1, _NORM_TILE // padded) if triton.cdiv(key["tokens"], cores) >= _LONG_SHARE else 1
+    run = run_length(key["tokens"], cores, key["fake_quant"], key["record"])
+    return {"ITEMS": 1, "ALIGN": 1, "RUN": run, "NORM_ROWS": norm_rows, "multibuffer": None}
+
+
+def _candidates(family: Family, key: Key) -> Choices:
+    """On the host a tile may add up a row in another order than a single one."""
+    if not family.arch:
+        return {}
+    return {
+        "ITEMS": (0, 1, 2), "ALIGN": (1, 8, 16), "RUN": runs(family, key["fake_quant"], key["record"]),
+        "NORM_ROWS": (1, 2, 4, 8), **buffering(family),
+    }  # fmt: skip
+
+
+def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:
+    if key["record"] and config["RUN"] > 1:
+        return "records are stored one by one"
+    size = config["NORM_ROWS"] * next_power_of_2(key["width"]) * (4 + key["bytes"])
+    if family.arch and size > family.ub_bytes:
+        return f"NORM_ROWS {config['NORM_ROWS']} takes {size} bytes, UB has {family.ub_bytes}"
+    return run_problem(family, config["RUN"], key["fake_quant"], key["bytes"])
+
+
+SPACE = Space(OP, default=_default, candidates=_candidates, fits=_fits)
+
+
 def latent_norm_insert(
     latent: torch.Tensor,
     latent_weight: torch.Tensor,
@@ -191,13 +224,16 @@ def latent_norm_insert(
     if tokens == 0:
         return out
     check_filled(OP, cos_sin=cos_sin, cache=cache)
-    cores = family_of(device.type).vector_cores
-    record = is_record(cache)
-    share = triton.cdiv(tokens, cores)
-    run = run_length(tokens, cores, fake_quant, record)
-    padded = next_power_of_2(width)
+    family = family_of(device.type)
+    cores, record = family.vector_cores, is_record(cache)
     values, as_bytes = record_views(cache)
     states = (main is not None) + (index is not None)
+    config = SPACE(
+        family, tokens=tokens, width=width, states=states, fake_quant=fake_quant, record=record,
+        page=cache.shape[1], bytes=kv.element_size(),
+    )  # fmt: skip
+    most, items = config["ITEMS"], 2 + states
+    share = aligned_share(tokens * (1 if most else items), cores * max(1, most), config["ALIGN"])
     row = latent[:1]  # its shape says nothing of the step: sizes of these are constants of the kernel
     unused = _Rows(row, row, row[None], slots)
     main, index = main or unused, index or unused
@@ -205,8 +241,8 @@ def latent_norm_insert(
         latent, latent_weight, out, kv, kv_weight, positions, cos_sin, values, as_bytes, slots, *main, *index,
         tokens, share, latent.stride(0), kv.stride(0), cache.stride(0),
         main.proj.stride(0), main.state.stride(0), index.proj.stride(0), index.state.stride(0), eps,
-        Q=width, QB=padded, NORM_ROWS=max(1, _NORM_TILE // padded) if share >= _LONG_SHARE else 1,
-        R=cache.shape[1], D=HEAD_DIM, ROW=cache.shape[2], FAKE_QUANT=fake_quant, RECORD=record, RUN=run, STATES=states,
+        Q=width, QB=next_power_of_2(width), NORM_ROWS=config["NORM_ROWS"], STATES=states,
+        R=cache.shape[1], D=HEAD_DIM, ROW=cache.shape[2], FAKE_QUANT=fake_quant, RECORD=record, RUN=config["RUN"],
         STATE_ROWS=main.state.shape[1], RATIO=main.ape.shape[0], WIDTH=main.ape.shape[1],
         INDEX_ROWS=index.state.shape[1], INDEX_WIDTH=index.ape.shape[1],
     )  # fmt: skip

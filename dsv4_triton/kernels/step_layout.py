@@ -7,11 +7,14 @@ Grid: persistent over requests plus one item for the tail; a request writes its 
 UB: about 45 bytes per row of a block. Source: vLLM's ragged batch metadata; visible counts from the DeepSeek-V4 mask.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from dsv4_triton.device import family_of
+from dsv4_triton.autotune.space import Choices, Key, Space, buffering
+from dsv4_triton.device import Family, family_of
 from dsv4_triton.kernels._checks import check_tensor, output
 
 OP = "step_layout"
@@ -63,6 +66,19 @@ def _step_layout_kernel(
                 )  # fmt: skip
 
 
+def _default(family: Family, key: Key) -> dict[str, Any]:
+    """BLOCK: rows that are stored at once."""
+    block = DECODE_BLOCK if key["tokens"] <= 4 * key["requests"] else PREFILL_BLOCK
+    return {"BLOCK": block, "multibuffer": None}
+
+
+def _candidates(family: Family, key: Key) -> Choices:
+    return {"BLOCK": (8, 16, 32, 64, 128, 256, 512, 1024), **buffering(family)}
+
+
+SPACE = Space(OP, default=_default, candidates=_candidates, buckets=("tokens", "requests"))
+
+
 def step_layout(
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -84,7 +100,10 @@ def step_layout(
     named = {"positions": positions, "token_req": token_req, "n_vis4": n_vis4, "n_vis128": n_vis128}
     outs = [output(OP, name, out, (num_tokens,), torch.int32, device) for name, out in named.items()]
     if num_tokens > 0:
-        block = DECODE_BLOCK if num_tokens <= 4 * requests else PREFILL_BLOCK
-        grid = (min(requests + 1, family_of(device.type).vector_cores),)
-        _step_layout_kernel[grid](query_start_loc, seq_lens, *outs, requests, num_tokens, BLOCK=block)
+        family = family_of(device.type)
+        config = SPACE(family, tokens=num_tokens, requests=requests)
+        grid = (min(requests + 1, family.vector_cores),)
+        _step_layout_kernel[grid](
+            query_start_loc, seq_lens, *outs, requests, num_tokens, BLOCK=config["BLOCK"], **config.options
+        )
     return outs[0], outs[1], outs[2], outs[3]

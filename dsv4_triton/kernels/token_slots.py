@@ -8,11 +8,15 @@ every cache geometry: shifts then stand for the divisions, which A5's device lib
 Source: slot mapping of vLLM's paged caches; compressed caches are written at closing tokens only.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from dsv4_triton.device import family_of
+from dsv4_triton.autotune.space import Choices, Key, Space, buffering
+from dsv4_triton.device import Family, family_of
 from dsv4_triton.kernels._checks import check_tensor, output
 from dsv4_triton.kernels._tiling import next_power_of_2
 
@@ -74,6 +78,24 @@ def _shift(n: int) -> int:
     return n.bit_length() - 1 if n & (n - 1) == 0 else -1
 
 
+def _default(family: Family, key: Key) -> dict[str, Any]:
+    """BT: tokens of an item, so few that every core has one."""
+    block = next_power_of_2(triton.cdiv(key["tokens"], family.vector_cores))
+    return {"BT": min(max(MIN_BLOCK, block), MAX_BLOCK), "multibuffer": None}
+
+
+def _candidates(family: Family, key: Key) -> Choices:
+    return {"BT": (8, 16, 32, 64, 128, 256), **buffering(family)}
+
+
+def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:
+    size = 430 * config["BT"]
+    return f"BT {config['BT']} takes {size} bytes, UB has {family.ub_bytes}" if size > family.ub_bytes else ""
+
+
+SPACE = Space(OP, default=_default, candidates=_candidates, fits=_fits)
+
+
 def token_slots(
     positions: torch.Tensor,
     token_req: torch.Tensor,
@@ -99,11 +121,13 @@ def token_slots(
         return out
     if block_table.numel() == 0:
         return out.fill_(-1)
-    cores = family_of(positions.device.type).vector_cores
-    block = min(max(MIN_BLOCK, next_power_of_2(triton.cdiv(tokens, cores))), MAX_BLOCK)
-    grid = (min(triton.cdiv(tokens, block), cores),)
+    family = family_of(positions.device.type)
+    config = SPACE(family, tokens=tokens, rows=rows_per_block, ratio=ratio)
+    block = config["BT"]
+    grid = (min(triton.cdiv(tokens, block), family.vector_cores),)
     _token_slots_kernel[grid](
         positions, token_req, block_table, out, tokens, block_table.shape[1], block_table.stride(0),
         ROWS=rows_per_block, ROWS_SHIFT=_shift(rows_per_block), RATIO=ratio, RATIO_SHIFT=_shift(ratio), BT=block,
+        **config.options,
     )  # fmt: skip
     return out
