@@ -168,12 +168,12 @@ def table(results: Results) -> Table:
     """A line for each case; the ratios say how many times as long a baseline takes."""
     result = Table(box=None, pad_edge=False, title=headline(results), title_justify="left")
     for heading in ("op", "case"):
-        result.add_column(heading, overflow="fold")
+        result.add_column(heading, no_wrap=True)
     for heading in ("median", "p20", "p80", "bytes", "MACs", "roofline"):
         result.add_column(heading, justify="right", no_wrap=True)
-    result.add_column("times as long: eager", justify="right", no_wrap=True)
-    result.add_column("interpreter", justify="right", no_wrap=True)
-    result.add_column("others", overflow="fold", ratio=1)
+    for heading in (f"{EAGER} x", f"{INTERPRETER} x"):
+        result.add_column(heading, justify="right", no_wrap=True)
+    result.add_column("other baselines x", overflow="fold", ratio=1)
     for figure in results.figures:
         if figure.status != "ok":
             style = "bold red" if figure.status == "failed" else "yellow"
@@ -203,7 +203,8 @@ def summary(results: Results) -> str:
     if ratios:
         mean = float(torch.tensor(ratios, dtype=torch.float64).log().mean().exp())
         said += f"; eager PyTorch takes {mean:.2f} times as long (geometric mean of {len(ratios)})"
-    return f"{said or 'nothing was measured'}. Roofline: this machine's own copy and product. Measured, not estimated."
+    legend = "x: how many times as long a baseline takes; roofline: this machine's own copy and product."
+    return f"{said or 'nothing was measured'}. {legend}"
 
 
 _STYLE = """
