@@ -106,6 +106,29 @@ def metadata_builders(runner: Any, requests: int) -> Iterator[tuple[Any, list[st
             yield group.get_metadata_builder(), group.layer_names, table
 
 
+def mend_rejection_sampler() -> None:
+    """Let a step that verifies drafts on a CPU see the temperature, top-k and top-p of its requests.
+
+    There vLLM 0.27.1 converts the tensor that its kernel writes, so that the caller's stays uninitialised unless it is
+    int64: answers are drawn at a random temperature, and top-k ends the engine. Pull request 42638 of vLLM describes
+    the same symptom.
+    """
+    from vllm.v1.sample import rejection_sampler
+
+    if not hasattr(rejection_sampler, "expand_batch_to_tokens"):
+        logger.warning("vLLM's rejection sampler has no expand_batch_to_tokens: sampling with drafts was not verified")
+        return
+    rejection_sampler.expand_batch_to_tokens = _expanded
+
+
+def _expanded(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: float = 0, replace_to: float = 0
+) -> torch.Tensor:
+    """`x` [B] of each request for each of its tokens, [num_tokens], with one value replaced."""
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
+
+
 def layer_of(name: str) -> Any:
     """The module registered under `name` in the forward context."""
     from vllm.forward_context import get_forward_context

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from dsv4_triton.backend.compat import mend_rejection_sampler
 from dsv4_triton.backend.serving import Serving
 from dsv4_triton.backend.warmup import warm_up
 from dsv4_triton.compiler import host
@@ -34,6 +35,7 @@ class HostWorker(CPUWorker):
         host.install()
         self.family = Serving.of(self.vllm_config).choices.family
         super().init_device()
+        mend_rejection_sampler()
 
     determine_available_memory = _as_family(CPUWorker.determine_available_memory)
 
