@@ -20,7 +20,7 @@ from rich.text import Text
 
 import dsv4_triton
 from dsv4_triton.bench.baselines import INTERPRETER
-from dsv4_triton.bench.measure import Machine
+from dsv4_triton.bench.measure import Machine, Times
 from dsv4_triton.bench.registry.case import EAGER
 from dsv4_triton.bench.run import OURS, Figure
 from dsv4_triton.device import family_of
@@ -110,28 +110,46 @@ class Results:
 
 @dataclass(frozen=True)
 class Change:
-    """One pair of an earlier run and this one: seconds of this project, medians; `worse` past the threshold."""
+    """One pair of an earlier run and this one: medians of this project in seconds.
+
+    drift: how many times as long eager PyTorch took in the same case, which runs in turn with the kernel: a machine
+    that has become slower or busier shows there, too. worse: past the threshold by the wall, and beyond that drift.
+    """
 
     op: str
     case: str
     before: float
     now: float
+    drift: float
     worse: bool
 
+    @property
+    def factor(self) -> float:
+        return self.now / self.before
+
     def __str__(self) -> str:
-        factor = self.now / self.before
-        return f"{self.op} {self.case}: {readable(self.before)} -> {readable(self.now)}, {factor:.2f} times as long"
+        times = f"{readable(self.before)} -> {readable(self.now)}, {self.factor:.2f} times as long"
+        return f"{self.op} {self.case}: {times}; eager PyTorch {self.drift:.2f} times"
 
 
 def changes(earlier: Results, now: Results, threshold: float) -> list[Change]:
-    """The pairs that both runs have times of. Worse is a median that grew by more than the share `threshold`."""
-    before = {figure.key: figure.times[OURS].median for figure in earlier.figures if figure.times}
+    """The pairs that both runs have times of. Worse is a median that grew by more than the share `threshold`, and by
+    more than it of what eager PyTorch's grew by."""
+    before = {figure.key: figure.times for figure in earlier.figures if figure.times}
     return [
-        Change(*figure.key, before[figure.key], time, time > before[figure.key] * (1 + threshold))
+        _change(figure, before[figure.key], threshold)
         for figure in now.figures
-        if figure.times and figure.key in before
-        for time in (figure.times[OURS].median,)
+        if figure.key in before and figure.times
     ]
+
+
+def _change(now: Figure, before: Mapping[str, Times], threshold: float) -> Change:
+    drift = 1.0
+    if EAGER in now.times and EAGER in before:
+        drift = now.times[EAGER].median / before[EAGER].median
+    first, second = before[OURS].median, now.times[OURS].median
+    worse = second > first * max(1.0, drift) * (1 + threshold)
+    return Change(*now.key, first, second, drift, worse)
 
 
 def unlike(earlier: Results, now: Results) -> list[str]:
@@ -207,6 +225,8 @@ def summary(results: Results) -> str:
     return f"{said or 'nothing was measured'}. {legend}"
 
 
+_WIDTH = 320
+"""Pixels of the longest bar."""
 _STYLE = """
 body { font: 14px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 76em; color: #1a2330; }
 table { border-collapse: collapse; width: 100%; margin: 1em 0 2em; }
@@ -254,7 +274,7 @@ def _row(figure: Figure, machine: Machine) -> str:
     if figure.status != "ok":
         says = html.escape(f"{figure.status}: {figure.message}")
         return f'<tr>{name}<td class="{figure.status}" colspan="3">{says}</td></tr>'
-    longest = max(times.median for times in figure.times.values())
+    longest = max(times.median for label, times in figure.times.items() if label != INTERPRETER)
     bars = "".join(_bar(label, figure, longest) for label in figure.times)
     least = figure.share * figure.times[OURS].median
     bars += f'<div class="limit">roofline {readable(least)}</div>' if least else ""
@@ -265,7 +285,7 @@ def _row(figure: Figure, machine: Machine) -> str:
 
 def _bar(label: str, figure: Figure, longest: float) -> str:
     times = figure.times[label]
-    width = max(1.0, 320 * times.median / longest)
+    width = min(max(1.0, _WIDTH * times.median / longest), _WIDTH + 20)  # the interpreter ends where the scale does
     ours = label == OURS
     ratio = "" if ours else f", {figure.ratio(label):.2f} times as long"
     text = html.escape(f"{label}: {readable(times.median)} ({readable(times.p20)} to {readable(times.p80)}){ratio}")
@@ -274,4 +294,4 @@ def _bar(label: str, figure: Figure, longest: float) -> str:
 
 def regressions(found: Iterable[Change]) -> list[Change]:
     """The pairs that became worse, the worst first."""
-    return sorted((c for c in found if c.worse), key=lambda c: c.before / c.now)
+    return sorted((change for change in found if change.worse), key=lambda change: -change.factor)
