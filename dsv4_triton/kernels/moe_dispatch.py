@@ -47,7 +47,7 @@ def _plan_and_copy_kernel(
     x_ptr, weights_ptr, ids_ptr, rows_ptr, row_weights_ptr, positions_ptr, tiles_ptr, num_tiles_ptr,
     pairs, capacity, block_rows,
     K: tl.constexpr, D: tl.constexpr, E: tl.constexpr, EB: tl.constexpr, PAIRS: tl.constexpr, BS: tl.constexpr,
-    TILES: tl.constexpr,
+    TILES: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     lane = tl.arange(0, BS)
     number = lane.to(tl.float32)
@@ -66,9 +66,9 @@ def _plan_and_copy_kernel(
                 tl.store(row_weights_ptr + row, tl.load(weights_ptr + pair))
         if block == 0:
             height = block_rows.to(tl.float32)
-            start = sum_before(total, EB)
+            start = sum_before(total, EB, LANES)
             need = tiles_needed(total, height)
-            before = sum_before(need, EB)
+            before = sum_before(need, EB, LANES)
             write_tiles(tiles_ptr, num_tiles_ptr, total, start, need, before, capacity, height, EB, TILES)
 
 
@@ -90,25 +90,27 @@ def _alone(pairs: int) -> int:
 
 
 def _default(family: Family, key: Key) -> dict[str, Any]:
-    """ALONE: one launch, blocks of BS pairs, and TILES tiles compared with all experts at once."""
+    """ALONE: one launch, blocks of BS pairs, TILES tiles compared with all experts at once, LANES as in `moe_plan`."""
     alone = key["pairs"] <= ALONE_PAIRS[-1]
-    return {"ALONE": alone, "BS": _BLOCK, "TILES": _BLOCK, **dict.fromkeys(buffering(family))}
+    return {"ALONE": alone, "BS": _BLOCK, "TILES": _BLOCK, "LANES": _BLOCK, **dict.fromkeys(buffering(family))}
 
 
 def _candidates(family: Family, key: Key) -> Choices:
-    return {"ALONE": (False, True), "BS": (1, 2, 4, 8, 16), "TILES": (2, 4, 8, 16, 32), **buffering(family)}
+    blocks = {"BS": (2, 4, 8, 16), "TILES": (4, 8, 16), "LANES": (8, 16, 32, 64)}
+    return {"ALONE": (False, True), **blocks, **buffering(family)}
 
 
 def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:
     """Pairs that are compiled for; a row, and two fp32 tiles of what is compared at once."""
-    pairs, block, tiles, lanes = key["pairs"], config["BS"], config["TILES"], expert_block(key["experts"])
+    pairs, block, tiles, lanes = key["pairs"], config["BS"], config["TILES"], config["LANES"]
     if not config["ALONE"]:
         return ""
-    if pairs > _MOST_ALONE or _alone(pairs) % block:
-        return f"one launch is for at most {_MOST_ALONE} pairs, in blocks that divide them"
-    wide = max(block * max(lanes, _alone(pairs)), tiles * lanes)
+    experts = expert_block(key["experts"])
+    if pairs > _MOST_ALONE or _alone(pairs) % block or experts % lanes:
+        return f"one launch is for at most {_MOST_ALONE} pairs, in blocks and runs that divide pairs and experts"
+    wide = max(block * max(experts, _alone(pairs)), (tiles + lanes) * experts)
     fits = wide * 8 + key["width"] * key["dtype"].itemsize <= family.ub_bytes
-    return "" if fits else f"blocks of {block} pairs and {tiles} tiles do not fit"
+    return "" if fits else f"blocks of {block} pairs, {tiles} tiles and runs of {lanes} do not fit"
 
 
 SPACE = Space(OP, default=_default, candidates=_candidates, fits=_fits, buckets=("pairs",))
@@ -181,6 +183,6 @@ def moe_dispatch(
     _plan_and_copy_kernel[(min(triton.cdiv(pairs, config["BS"]), family.vector_cores),)](
         x, weights, ids, rows, row_weights, positions, tiles, num_tiles, pairs, capacity, block_rows,
         K=k, D=D, E=num_experts, EB=expert_block(num_experts), PAIRS=_alone(pairs), BS=config["BS"],
-        TILES=config["TILES"], **config.options,
+        TILES=config["TILES"], LANES=config["LANES"], **config.options,
     )  # fmt: skip
     return rows, row_weights, positions, tiles, num_tiles

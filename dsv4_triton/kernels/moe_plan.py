@@ -26,7 +26,7 @@ from dsv4_triton.kernels._workspace import carve, check_workspace, workspace_byt
 OP = "moe_plan"
 _BLOCK = 16
 """Pairs that are compared with all experts, or with all pairs of a chunk, at once."""
-LANES = tl.constexpr(8)
+_LANES = 8
 """fp32 values of 32 bytes: rows of tiles start at multiples of it."""
 _MIN_CHUNK = 64
 _MAX_CHUNK = 256
@@ -64,8 +64,9 @@ def _moe_count_kernel(
 
 
 @triton.jit
-def sum_before(x, EB: tl.constexpr):
-    """For each lane of `x [EB]` the sum of the lanes before it, by comparisons: a prefix sum is scalar code on A2."""
+def sum_before(x, EB: tl.constexpr, LANES: tl.constexpr):
+    """For each lane of `x [EB]` the sum of the lanes before it, by comparisons in and between runs of LANES: a prefix
+    sum is scalar code on A2. The compiler cuts all tiles that x comes from into such runs."""
     RUNS: tl.constexpr = EB // LANES
     rows = tl.reshape(x, (RUNS, LANES))
     column = tl.arange(0, LANES).to(tl.float32)
@@ -151,6 +152,7 @@ def _moe_place_kernel(
     CHUNK: tl.constexpr,
     BS: tl.constexpr,
     TILES: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     lane = tl.arange(0, BS)
     expert = tl.arange(0, EB)
@@ -171,18 +173,18 @@ def _moe_place_kernel(
             tl.store(positions_ptr + first + lane, position, mask=lane < pairs - first)
         if chunk == 0:
             height = block_rows.to(tl.float32)
-            start = sum_before(total, EB)
+            start = sum_before(total, EB, LANES)
             need = tiles_needed(total, height)
-            before = sum_before(need, EB)
+            before = sum_before(need, EB, LANES)
             write_tiles(tiles_ptr, num_tiles_ptr, total, start, need, before, capacity, height, EB, TILES)
 
 
 def _default(family: Family, key: Key) -> dict[str, Any]:
     """CHUNK pairs a chunk, to balance comparing within a chunk with adding up the chunks' counts; few sizes to compile.
-    BS of them are compared at once, and TILES tiles with all experts."""
+    BS of them are compared at once, and TILES tiles with all experts. LANES of experts are a run of `sum_before`."""
     block_e = expert_block(key["experts"])
     chunk = _chunk(key["pairs"], block_e)
-    return {"CHUNK": chunk, "BS": _BLOCK, "TILES": _BLOCK // 2, **dict.fromkeys(buffering(family))}
+    return {"CHUNK": chunk, "BS": _BLOCK, "TILES": _BLOCK // 2, "LANES": _LANES, **dict.fromkeys(buffering(family))}
 
 
 def _chunk(pairs: int, block_e: int) -> int:
@@ -194,7 +196,7 @@ def _chunk(pairs: int, block_e: int) -> int:
 
 def expert_block(num_experts: int) -> int:
     """Lanes of a vector over the experts, so many that `sum_before` has whole rows of whole runs."""
-    lanes = int(LANES) * int(LANES)
+    lanes = _LANES * _LANES
     return triton.cdiv(num_experts, lanes) * lanes
 
 
@@ -211,16 +213,20 @@ def tile_capacity(pairs: int, num_experts: int, block_rows: int) -> int:
 
 def _candidates(family: Family, key: Key) -> Choices:
     return {
-        "CHUNK": (64, 128, 256, 512), "BS": (2, 4, 8, 16, 32), "TILES": (2, 4, 8, 16, 32), **buffering(family),
+        "CHUNK": (64, 128, 256, 512), "BS": (4, 8, 16, 32), "TILES": (4, 8, 16, 32), "LANES": (8, 16, 32, 64),
+        **buffering(family),
     }  # fmt: skip
 
 
 def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:
     """Scratch is for chunks of at least 64 pairs; two fp32 tiles of what is compared at once."""
-    chunk, block, tiles = config["CHUNK"], config["BS"], config["TILES"]
+    chunk, block, tiles, lanes = config["CHUNK"], config["BS"], config["TILES"], config["LANES"]
     if chunk < _MIN_CHUNK or chunk % block:
         return f"CHUNK {chunk} is less than {_MIN_CHUNK} or no multiple of {block}"
-    wide = max(block * max(expert_block(key["experts"]), chunk), tiles * expert_block(key["experts"]))
+    experts = expert_block(key["experts"])
+    if experts % lanes:
+        return f"LANES {lanes} does not divide {experts} lanes"
+    wide = max(block * max(experts, chunk), (tiles + lanes) * experts)
     return "" if wide * 8 <= family.ub_bytes else f"blocks of {block} pairs and {tiles} tiles do not fit"
 
 
@@ -274,6 +280,7 @@ def moe_plan(
         (counts,) = carve(OP, workspace, ids.device, [((chunks, block_e), torch.float32)])
         _moe_count_kernel[grid](ids, counts, pairs, **shape)
     _moe_place_kernel[grid](
-        ids, counts, positions, tiles, num_tiles, pairs, capacity, block_rows, TILES=config["TILES"], **shape
-    )
+        ids, counts, positions, tiles, num_tiles, pairs, capacity, block_rows, TILES=config["TILES"],
+        LANES=config["LANES"], **shape,
+    )  # fmt: skip
     return positions, tiles, num_tiles
