@@ -198,15 +198,10 @@ def plan(family: Family, call: Call, limit: Limits) -> Plan:
     return chosen or next(one for path in PATHS.values() if (one := path(family, call, limit)) is not None)
 
 
-def _mixed(family: Family, limit: Limits) -> bool:
-    """Whether a kernel with both products and the softmax is in question: on its own, or since it was asked for."""
-    return family.mixed_kernels or limit.PATH is not None
-
-
-def _windows(family: Family, call: Call, limit: Limits) -> int:
+def _windows(family: Family, call: Call) -> int:
     """Pages that are tiles of the window where it lies, 0 where they cannot be."""
     windows = _page_tiles(call.window, call.window_page)
-    fit = _mixed(family, limit) and not call.record and _is_tile(call.window_page) and windows <= MAX_TILES
+    fit = family.mixed_kernels and not call.record and _is_tile(call.window_page) and windows <= MAX_TILES
     return windows if fit else 0
 
 
@@ -227,7 +222,7 @@ def _by_row(family: Family, call: Call, limit: Limits) -> Plan | None:
 
 def _by_page(family: Family, call: Call, limit: Limits) -> Plan | None:
     """Pages as tiles: all in one softmax, or the window's and then chunks of the compressed ones."""
-    windows = _windows(family, call, limit)
+    windows = _windows(family, call)
     if not windows or call.picked or (call.dense and not _is_tile(call.cmp_page)):
         return None
     tiles = -(-call.dense // call.cmp_page)
@@ -250,7 +245,7 @@ def _copied(family: Family, call: Call, limit: Limits, windows: int, columns: in
     """A launch over `windows` tiles where they lie and `columns` copied rows, if that is possible."""
     width = limit.WHOLE_ROWS if windows * call.window_page + columns <= limit.WHOLE_COLUMNS else limit.TILE_ROWS
     tiles = min(MAX_TILES - windows, -(-columns // width))
-    if not tiles or not _mixed(family, limit):
+    if not tiles or not family.mixed_kernels:
         return None
     rows = _up(columns, 16 * tiles) // tiles
     tiling = _tiling(family, call, limit, source, windows, call.window_page, tiles, rows, by_row=False)
@@ -259,7 +254,7 @@ def _copied(family: Family, call: Call, limit: Limits, windows: int, columns: in
 
 def _beside(family: Family, call: Call, limit: Limits) -> Plan | None:
     """Compressed rows are copied first, the window's are tiles where they lie; one softmax."""
-    windows, own, shared = _windows(family, call, limit), _own(call), call.shared and call.dense > 0
+    windows, own, shared = _windows(family, call), _own(call), call.shared and call.dense > 0
     if not windows or own > limit.CHUNK_ROWS:
         return None
     source = _attend.SHARED if shared else _attend.COPIED if call.dense else _attend.GATHERED
@@ -269,7 +264,7 @@ def _beside(family: Family, call: Call, limit: Limits) -> Plan | None:
 
 def _in_parts(family: Family, call: Call, limit: Limits) -> Plan | None:
     """As `_beside`, with a softmax for the window and for every slot of rows that requests share."""
-    windows, own = _windows(family, call, limit), _own(call)
+    windows, own = _windows(family, call), _own(call)
     if not windows or not call.shared or not call.dense:
         return None
     rest = _copied(family, call, limit, 0, limit.SLOT_ROWS, _attend.SHARED)

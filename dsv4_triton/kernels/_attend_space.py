@@ -51,7 +51,7 @@ def _candidates(family: Family, key: Key) -> Choices:
     found: dict[str, Any] = {"PATH": paths} if len(paths) > 1 else {}
     if call.dense:
         found |= {"SLOT_ROWS": _SLOT_ROWS} if chosen.slots and family.mixed_kernels else {"CHUNK_ROWS": _CHUNK_ROWS}
-    if not chosen.launches and len(paths) == 1:
+    if not chosen.launches:
         return found
     if call.heads > 64:
         found["HEADS"] = (64, 128)
