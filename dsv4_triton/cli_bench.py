@@ -254,19 +254,22 @@ def _measured_layers(model: str, seconds: float, console: Console) -> Iterator[L
 
 def _estimated_layers(model: str, family: str, console: Console) -> list[LayerRows]:
     from dsv4_triton import offline
-    from dsv4_triton.bench.step import cases_of, estimated, layers
-    from dsv4_triton.compiler.cost.estimate import minimum_seconds
-    from dsv4_triton.offline.estimates import estimates
+    from dsv4_triton.bench.step import Case, Row, Stage, cases_of, estimated, layers
+    from dsv4_triton.offline.estimates import estimates, limit
 
     chosen = offline.family_named(family)
     cases = cases_of(layers(model))
     with progress_bar(console) as progress:
         found = dict(zip(cases, estimates(cases, chosen, progress=progress), strict=True))
-    return estimated(
-        model,
-        lambda case: (found[case].seconds, found[case].limit_seconds, found[case].problem),
-        lambda least: minimum_seconds(least, chosen),
-    )
+
+    def row(stage: Stage) -> Row:
+        if not isinstance(stage.work, Case):
+            seconds, binding = limit(stage.work.minimum, chosen)
+            return Row(stage, seconds, seconds, binding=binding)
+        one = found[stage.work]
+        return Row(stage, one.seconds, one.limit_seconds, binding=one.binding, problem=one.problem)
+
+    return estimated(model, row)
 
 
 @app.command()

@@ -9,7 +9,7 @@ are measured one by one, each on inputs of its own, so their sum leaves out what
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -121,20 +121,24 @@ class _Cases:
 
 @dataclass(frozen=True)
 class Row:
-    """A stage with its time in seconds, how many times as long eager PyTorch takes (None where there is no such
-    figure), or what is wrong with it."""
+    """A stage with its time and its roofline's, in seconds, or what is wrong with it.
+
+    eager: how many times as long eager PyTorch takes; None where there is no such figure. binding: what an estimate
+    waits for.
+    """
 
     stage: Stage
     seconds: float = 0.0
-    eager: float | None = None
     limit_seconds: float = 0.0
+    eager: float | None = None
+    binding: str = ""
     problem: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         case = self.stage.work.name if isinstance(self.stage.work, Case) else ""
         return {
             "part": self.stage.part, "stage": self.stage.name, "case": case, "seconds": self.seconds,
-            "eager": self.eager, "limit_seconds": self.limit_seconds, "problem": self.problem,
+            "limit_seconds": self.limit_seconds, "eager": self.eager, "binding": self.binding, "problem": self.problem,
         }  # fmt: skip
 
 
@@ -177,26 +181,26 @@ def measured(model: str, bench: Bench, progress: Callable[[int, int, str], None]
     """The layers as they are done; a stage that several layers share is measured once."""
     wanted = layers(model)
     works = list(dict.fromkeys(stage.work for _, _, stages in wanted for stage in stages))
-    known: dict[Case | Product, tuple[float, float | None, float, str]] = {}
+    known: dict[Case | Product, Row] = {}
     with driver_for(bench.device), torch.no_grad():
         for phase, kind, stages in wanted:
             for stage in stages:
                 if stage.work not in known:
                     progress(len(known), len(works), f"{phase}, {kind}: {stage.name}")
-                    known[stage.work] = _measured(stage.work, bench)
-            yield LayerRows(phase, kind, _tokens(stages), tuple(Row(stage, *known[stage.work]) for stage in stages))
+                    known[stage.work] = _measured(stage, bench)
+            rows = tuple(replace(known[stage.work], stage=stage) for stage in stages)
+            yield LayerRows(phase, kind, _tokens(stages), rows)
 
 
-def _measured(work: Case | Product, bench: Bench) -> tuple[float, float | None, float, str]:
-    """Seconds, eager's ratio, the roofline's seconds, and what is wrong."""
+def _measured(stage: Stage, bench: Bench) -> Row:
+    work = stage.work
     if isinstance(work, Product):
-        times = _product(work, bench)
-        return times.median, None, bench.machine.seconds(work.minimum), ""
+        return Row(stage, _product(work, bench).median, bench.machine.seconds(work.minimum))
     figure = bench.measure(work)
     if figure.status != "ok":
-        return 0.0, None, 0.0, f"{figure.status}: {figure.message}"
+        return Row(stage, problem=f"{figure.status}: {figure.message}")
     seconds = figure.times[OURS].median
-    return seconds, figure.ratio(EAGER), figure.share * seconds, ""
+    return Row(stage, seconds, figure.share * seconds, figure.ratio(EAGER))
 
 
 def _product(work: Product, bench: Bench) -> Times:
@@ -210,18 +214,8 @@ def _tokens(stages: Sequence[Stage]) -> int:
     return next(stage.work.rows for stage in stages if isinstance(stage.work, Product))
 
 
-def estimated(
-    model: str, seconds: Callable[[Case], tuple[float, float, str]], least: Callable[[Minimum], float]
-) -> list[LayerRows]:
-    """The layers by estimates: `seconds` of a case, with its limit and problem, and for a product its `least` time."""
-
-    def row(stage: Stage) -> Row:
-        if isinstance(stage.work, Product):
-            limit = least(stage.work.minimum)
-            return Row(stage, limit, None, limit)
-        time, limit, problem = seconds(stage.work)
-        return Row(stage, time, None, limit, problem)
-
+def estimated(model: str, row: Callable[[Stage], Row]) -> list[LayerRows]:
+    """The layers with the estimate `row` of each stage."""
     return [
         LayerRows(phase, kind, _tokens(stages), tuple(map(row, stages)), estimated=True)
         for phase, kind, stages in layers(model)
@@ -234,7 +228,7 @@ def print_layer(one: LayerRows, model: str, where: str, console: Console) -> Non
     table = Table(title=f"{one.phase} of {one.tokens} tokens, {one.kind} layer, {model} on {where}: {kind}", box=None)
     for heading in ("part", "stage"):
         table.add_column(heading)
-    for heading in ("time", "share", "roofline", "eager takes"):
+    for heading in ("time", "share", "roofline", "waits for" if one.estimated else "eager takes"):
         table.add_column(heading, justify="right")
     for row in one.rows:
         if row.problem and not row.seconds:
@@ -242,8 +236,8 @@ def print_layer(one: LayerRows, model: str, where: str, console: Console) -> Non
             continue
         share = f"{100 * row.seconds / one.seconds:.0f} %"
         roofline = f"{100 * row.limit_seconds / row.seconds:.0f} %"
-        eager = "" if row.eager is None else f"{row.eager:.2f} x"
-        table.add_row(row.stage.part, row.stage.name, readable(row.seconds), share, roofline, eager)
+        last = row.binding if row.eager is None else f"{row.eager:.2f} x"
+        table.add_row(row.stage.part, row.stage.name, readable(row.seconds), share, roofline, last)
     table.add_row("", "sum", readable(one.seconds), style="bold")
     console.print(table)
     console.print()

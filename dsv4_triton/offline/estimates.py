@@ -17,7 +17,7 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
-from dsv4_triton.bench.registry import Case
+from dsv4_triton.bench.registry import Case, Minimum
 from dsv4_triton.compiler.ascend.jobs import Outcome, run_all
 from dsv4_triton.compiler.cost import arguments_of, count, estimate
 from dsv4_triton.compiler.cost.estimate import minimum_seconds
@@ -121,6 +121,13 @@ def estimates(
     work = [lambda group=group: _counted(group, family) for _, group in groups]
     run_all(work, jobs or len(os.sched_getaffinity(0)), _SECONDS, finish, nullcontext())
     return [_case(case, found[index], family) for index, (case, _) in enumerate(groups)]
+
+
+def limit(least: Minimum, family: Family) -> tuple[float, str]:
+    """Seconds of the roofline of a job on a family, and what binds it."""
+    memory = minimum_seconds(Minimum(least.bytes), family)
+    seconds = minimum_seconds(least, family)
+    return seconds, "cube" if seconds > memory else "memory in"
 
 
 def _case(case: Case, launches: Sequence[LaunchEstimate], family: Family) -> CaseEstimate:

@@ -11,12 +11,13 @@ from typer.testing import CliRunner
 
 from dsv4_triton.bench.launches import layer_launches
 from dsv4_triton.bench.measure import Machine
-from dsv4_triton.bench.registry import Case, Minimum
+from dsv4_triton.bench.registry import Case
 from dsv4_triton.bench.run import OURS, Bench, Figure, Times, device_named
-from dsv4_triton.bench.step import KINDS, Product, cases_of, estimated, layer, layers, measured
+from dsv4_triton.bench.step import KINDS, Product, Row, Stage, cases_of, estimated, layer, layers, measured
 from dsv4_triton.cli import app
 from dsv4_triton.device import A2, HOST
 from dsv4_triton.offline import record
+from dsv4_triton.offline.estimates import limit
 
 
 @pytest.mark.parametrize("family", [HOST, A2], ids=lambda family: family.name)
@@ -67,13 +68,19 @@ def test_shared_stages_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_estimates_say_so() -> None:
-    def least(minimum: Minimum) -> float:
-        return minimum.macs / 1e12
+    def row(stage: Stage) -> Row:
+        seconds = limit(stage.work.minimum, A2)[0] if isinstance(stage.work, Product) else 1.0
+        return Row(stage, seconds, 0.5)
 
-    found = estimated("flash", lambda case: (1.0, 0.5, ""), least)
+    found = estimated("flash", row)
     assert all(one.estimated and one.ok for one in found)
-    (row,) = [row for row in found[0].rows if row.stage.name == "wo_b"]
-    assert row.seconds == row.limit_seconds == 16 * 8192 * 4096 / 1e12
+    by_name = [{row.stage.name: row for row in one.rows} for one in found]
+    # 16 rows of weights in bf16 are bound by memory, 4,096 rows by the cubes.
+    size = (16 * (8192 + 4096) + 8192 * 4096) * 2
+    assert by_name[0]["wo_b"].seconds == pytest.approx(size / 1.6e12)
+    assert limit(by_name[0]["wo_b"].stage.work.minimum, A2)[1] == "memory in"
+    assert by_name[3]["wo_b"].seconds == pytest.approx(4096 * 8192 * 4096 / (4096 * 1.8e9 * 24))
+    assert limit(by_name[3]["wo_b"].stage.work.minimum, A2)[1] == "cube"
 
 
 def test_bad_requests(tmp_path: Path) -> None:
