@@ -57,6 +57,39 @@ def _hc_post(arguments: dict[str, Any]) -> Run:
     return lambda **a: mhc_post_torch(a["y"], a["x"], a["post"][..., None], a["comb"])
 
 
+def _hc_post_pre(arguments: dict[str, Any]) -> Run:
+    """One after the other: vLLM has no op for both."""
+    post, pre = _hc_post(arguments), _hc_pre(arguments)
+
+    def run(**a: Any) -> Any:
+        streams = post(**a)
+        return streams, *pre(**{**a, "x": streams})
+
+    return run
+
+
+def _moe_router(arguments: dict[str, Any]) -> Run:
+    """vLLM's fallback for devices without its own op; chosen experts are then put into this project's order."""
+    from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import _topk_softplus_sqrt_torch
+
+    logits, k = arguments["logits"], arguments["k"]
+    shape, device = (len(logits), k), logits.device
+    weights, ids = torch.empty(shape, device=device), torch.empty(shape, dtype=torch.int32, device=device)
+
+    def run(**a: Any) -> Any:
+        tokens = a.get("input_ids")
+        _topk_softplus_sqrt_torch(
+            weights, ids, ids, a["logits"], True, a.get("bias"), None if tokens is None else tokens.clamp(min=0),
+            a.get("tid2eid"), a["routed_scaling_factor"],
+        )  # fmt: skip
+        if tokens is not None:
+            return weights, ids
+        order = ids.sort(dim=1)
+        return weights.gather(1, order.indices), order.values
+
+    return run
+
+
 def _topk(arguments: dict[str, Any]) -> Run:
     """PyTorch's choice with the same order of results; its rule for equal scores is not fixed."""
 
@@ -108,6 +141,8 @@ def _npu_rotary_mul(arguments: dict[str, Any]) -> Run:
 _MAKERS: dict[tuple[str, str], Callable[[dict[str, Any]], Run]] = {
     ("hc_pre", VLLM): _hc_pre,
     ("hc_post", VLLM): _hc_post,
+    ("hc_post_pre", VLLM): _hc_post_pre,
+    ("moe_router", VLLM): _moe_router,
     ("indexer_topk", "torch.topk"): _topk,
     ("swiglu", "npu_swiglu"): _npu_swiglu,
     ("rope", "npu_rotary_mul"): _npu_rotary_mul,

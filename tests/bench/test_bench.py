@@ -256,7 +256,6 @@ def test_the_interpreter_has_a_limit() -> None:
 
 
 def test_vllms_ops_agree_with_the_references(host_driver: None) -> None:
-    for op in ("hc_pre", "hc_post"):
-        (case,) = select(kernel=op, case="demo/decode/b5")
+    for case in select(kernel=["hc_pre", "hc_post", "hc_post_pre", "moe_router"], case="demo/*"):
         inputs = case.build(HOST)
         case.check(inputs, HOST, implementation(case, "vllm", inputs.arguments))
