@@ -64,7 +64,7 @@ def _plan_and_copy_kernel(
                 x = tl.load(x_ptr + (pair // K).to(tl.int64) * D + d)
                 tl.store(rows_ptr + row * D + d, x)
                 tl.store(row_weights_ptr + row, tl.load(weights_ptr + pair))
-        if block == 0:
+        if block == tl.program_id(0):
             height = block_rows.to(tl.float32)
             start = sum_before(total, EB, LANES)
             need = tiles_needed(total, height)
@@ -96,7 +96,8 @@ def _default(family: Family, key: Key) -> dict[str, Any]:
 
 
 def _candidates(family: Family, key: Key) -> Choices:
-    blocks = {"BS": (2, 4, 8, 16), "TILES": (4, 8, 16), "LANES": (8, 16, 32, 64)}
+    runs = (8, 16, 32, 64) if family.vector_registers else (_BLOCK,)
+    blocks = {"BS": (2, 4, 8, 16), "TILES": (4, 8, 16, 24), "LANES": runs}
     return {"ALONE": (False, True), **blocks, **buffering(family)}
 
 

@@ -4,7 +4,7 @@ Pairs are ordered by expert, then by token and choice: the position of pair i is
 pairs of its own expert). Tiles cut each expert's rows into runs of at most `block_rows`, listed expert by expert.
 
 Everything is counted with comparisons and sums (no atomics, no sort, no host): chunks of pairs are counted per
-expert, then each chunk adds up the counts and places its own pairs, and the first one also writes the tiles. Where
+expert, then each chunk adds up the counts, places its own pairs and writes a share of the tiles. Where
 one chunk holds all pairs the counting is part of the second kernel. Counts are fp32, exact below 2^24. No vector that
 is carried by a loop is broadcast to a tile in that loop: ascendnpu-ir 1.2.0 takes megabytes of UB for such a tile on
 A2. Grid: vector cores. UB: about 6 tiles [BLOCK, max(EB, CHUNK)].
@@ -87,15 +87,16 @@ def tiles_needed(rows, height):
 def write_tiles(
     tiles_ptr, num_tiles_ptr, total, start, need, before, capacity, height, EB: tl.constexpr, BS: tl.constexpr
 ):
-    """The tile list from each expert's row count, first row, number of tiles and tiles of lower experts [EB]; `height`
-    is the rows of a tile, fp32."""
+    """This program's share of the tile list, from each expert's row count, first row, number of tiles and tiles of
+    lower experts [EB]; `height` is the rows of a tile, fp32. Blocks of BS tiles go to the programs in turn."""
     expert = tl.arange(0, EB).to(tl.float32)[None, :]
     shift = (start - before * height)[None, :]
     last = (start + total)[None, :]
     end = (before + need)[None, :]
     used = tl.sum(need, axis=0)
-    tl.store(num_tiles_ptr, used.to(tl.int32))
-    for first in range(0, capacity, BS):
+    if tl.program_id(0) == 0:
+        tl.store(num_tiles_ptr, used.to(tl.int32))
+    for first in range(tl.program_id(0) * BS, capacity, tl.num_programs(0) * BS):
         slot = first + tl.arange(0, BS)
         tile = slot.to(tl.float32)
         live = tile < used
@@ -171,7 +172,7 @@ def _moe_place_kernel(
         for first in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, pairs), BS):
             position = place_block(ids_ptr, first, chunk * CHUNK, pairs, total, before, E, EB, CHUNK, BS).to(tl.int32)
             tl.store(positions_ptr + first + lane, position, mask=lane < pairs - first)
-        if chunk == 0:
+        if chunk == tl.program_id(0):
             height = block_rows.to(tl.float32)
             start = sum_before(total, EB, LANES)
             need = tiles_needed(total, height)
@@ -212,10 +213,9 @@ def tile_capacity(pairs: int, num_experts: int, block_rows: int) -> int:
 
 
 def _candidates(family: Family, key: Key) -> Choices:
-    return {
-        "CHUNK": (64, 128, 256, 512), "BS": (4, 8, 16, 32), "TILES": (4, 8, 16, 32), "LANES": (8, 16, 32, 64),
-        **buffering(family),
-    }  # fmt: skip
+    runs = (8, 16, 32, 64) if family.vector_registers else (_LANES,)
+    blocks = {"CHUNK": (64, 128, 256, 512), "BS": (4, 8, 16, 32), "TILES": (4, 8, 16, 24, 32), "LANES": runs}
+    return {**blocks, **buffering(family)}
 
 
 def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:

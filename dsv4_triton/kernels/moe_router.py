@@ -186,7 +186,8 @@ def _default(family: Family, key: Key) -> dict[str, Any]:
 
 
 def _candidates(family: Family, key: Key) -> Choices:
-    tokens = (2, 4, 8, 12, 16, 24, 32, 48, 64)
+    even = {triton.cdiv(key["tokens"], family.vector_cores * rounds) for rounds in range(1, 9)}
+    tokens = sorted({min(max(2, t), 64) for t in even} | {4, 8, 16, 32})
     if not family.arch:
         return {"BT": tokens}
     return {"BT": tokens, "BY_SORT": (True,) if key["table"] else (False, True), **buffering(family)}
