@@ -46,7 +46,8 @@ REFUSED = {
     "parallel_config.enable_expert_parallel": (True, "--enable-expert-parallel is True: .*; it takes False"),
     "lora_config": (SimpleNamespace(rank=8), "--enable-lora is set: .*; leave it out"),
     "kv_transfer_config": (SimpleNamespace(), "--kv-transfer-config is set: .*not supported.*; leave it out"),
-    "speculative_config": (SimpleNamespace(), "--speculative-config is set: .*; leave it out"),
+    "speculative_config.method": ("ngram", "method of --speculative-config is ngram: .* MTP block .*; it takes mtp"),
+    "speculative_config.num_speculative_tokens": (4, "num_speculative_tokens .* is 4: .*; it takes 1 or 2 or 3"),
 }
 
 
@@ -81,11 +82,14 @@ def test_a_module_that_is_missing_is_named(extra: Extra) -> None:
 
 def test_limits_are_where_vllm_keeps_the_options(tmp_path: Path) -> None:
     """A field that moves with a new vLLM would be read as unset."""
-    config = engine_config(tmp_path, {}, {})
+    config = engine_config(tmp_path, {"num_nextn_predict_layers": 1}, {"speculative_config": MTP})
     for limit in (*LIMITS, *EXTRAS):
         *path, name = limit.field.split(".")
-        if path == ["attention_config", "backend"]:
+        if path[-1:] == ["backend"]:
             assert config.attention_config.backend is None
+            continue
+        if path[-1:] == ["attention_backend"]:
+            assert config.speculative_config.attention_backend is None
             continue
         part = config
         for step in path:
@@ -106,7 +110,15 @@ def engine_config(folder: Path, config: dict[str, Any], arguments: dict[str, Any
     ).create_engine_config()
 
 
+MTP = {"method": "mtp", "num_speculative_tokens": 1}
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}}
+
+
+ONE_BLOCK = {"num_nextn_predict_layers": 1}
+
+
+def speculating(**options: Any) -> dict[str, Any]:
+    return {"speculative_config": MTP | options}
 
 
 @pytest.mark.parametrize(
@@ -124,8 +136,39 @@ FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128,
         ),
         ({}, {"runner": "pooling"}, "--runner or --convert is pooling: "),
         ({"hc_mult": 3}, {"dtype": "bfloat16"}, "hc_mult is 3"),
+        (ONE_BLOCK, speculating(num_speculative_tokens=4), "num_speculative_tokens .* is 4: .* it takes 1 or 2 or 3"),
+        (
+            {"num_nextn_predict_layers": 0},
+            speculating(),
+            r"has no MTP blocks \(num_nextn_predict_layers .*leave it out",
+        ),
+        ({"num_nextn_predict_layers": None}, speculating(), "has no MTP blocks"),
+        ({"num_nextn_predict_layers": 3}, speculating(num_speculative_tokens=3), "has 3 MTP blocks .* one can be"),
+        (ONE_BLOCK | {"dspark_block_size": 5}, speculating(), "has DSpark stages .* in place of an MTP block"),
+        (ONE_BLOCK, speculating(method="ngram", prompt_lookup_max=2), "method of --speculative-config is ngram"),
+        (
+            ONE_BLOCK,
+            {"tensor_parallel_size": 2, **speculating(draft_tensor_parallel_size=1)},
+            "leave it out or make it 2",
+        ),
     ],
-    ids=["fp8 fp32", "fp8 bf16", "awq", "pipeline", "lora", "tensor-parallel", "pooling", "model"],
+    ids=[
+        "fp8 fp32",
+        "fp8 bf16",
+        "awq",
+        "pipeline",
+        "lora",
+        "tensor-parallel",
+        "pooling",
+        "model",
+        "four drafts",
+        "no block",
+        "no field",
+        "three blocks",
+        "dspark",
+        "ngram",
+        "draft tensor-parallel",
+    ],
 )
 def test_our_message_comes_first(tmp_path: Path, config: dict[str, Any], arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):

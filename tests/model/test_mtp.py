@@ -47,7 +47,7 @@ def llm(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFact
 
         def get(drafts: int) -> Any:
             if drafts not in started:
-                options = {"max_num_seqs": 32, **speculation(drafts)}
+                options = {"max_num_seqs": 32, "max_model_len": 1024, **speculation(drafts)}
                 started[drafts] = stack.enter_context(engine.engine(folder, **options))
             engine.forget(started[drafts])
             return started[drafts]
@@ -173,14 +173,14 @@ def test_prefix_cache_hit(llm: Engines, length: int, hit: int) -> None:
 
 def test_preempted_requests_resume(llm: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [engine.prompt(length, seed=5) for length in range(5, 13)]
-    expected = engine.generate(llm(0), prompts, 60)
+    expected = engine.generate(llm(0), prompts, 40)
     drafting = llm(DRAFTS)
     inner, pool, preempted = engine.scheduler(drafting), engine.block_pool(drafting), []
     usual = inner._preempt_request
     monkeypatch.setattr(inner, "_preempt_request", lambda *a, **k: (preempted.append(a), usual(*a, **k)))
     taken = pool.get_new_blocks(pool.get_num_free_blocks() - 150)
     with engine.poisoned_pages(drafting):
-        found = engine.generate(drafting, prompts, 60)
+        found = engine.generate(drafting, prompts, 40)
     pool.free_blocks(taken)
     assert preempted
     check_same(found, expected)
@@ -212,9 +212,9 @@ def test_aborted_requests_leave_the_others_alone(llm: Engines, without: list[Ans
 
 def test_the_end_of_the_context(llm: Engines) -> None:
     """No draft is made where it would not fit, and none is accepted past the end."""
-    tokens = engine.prompt(2037)
+    tokens = engine.prompt(1013)
     expected = engine.generate(llm(0), [tokens], 100)
-    assert len(expected[0][0]) == 2048 - len(tokens)
+    assert len(expected[0][0]) == 1024 - len(tokens)
     check_same(engine.generate(llm(DRAFTS), [tokens], 100), expected)
 
 
@@ -232,11 +232,11 @@ def test_sampled_answers(llm: Engines, without: list[Answer]) -> None:
 
 
 def test_a_token_after_drafts_is_drawn_from_the_same_distribution(llm: Engines) -> None:
-    """The third and fourth token of 192 answers, which follow drafts, with and without speculation: the frequencies of
+    """The third and fourth token of 128 answers, which follow drafts, with and without speculation: the frequencies of
     the commonest tokens are within five standard deviations of their difference."""
     from vllm import SamplingParams
 
-    parameters = SamplingParams(temperature=0.5, top_k=3, max_tokens=4, ignore_eos=True, n=192)
+    parameters = SamplingParams(temperature=0.5, top_k=3, max_tokens=4, ignore_eos=True, n=128)
     counts = []
     for drafts in (0, DRAFTS):
         (output,) = llm(drafts).generate([{"prompt_token_ids": PROMPTS[3]}], parameters, use_tqdm=False)
