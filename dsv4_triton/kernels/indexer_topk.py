@@ -190,7 +190,12 @@ def _scratch(tokens: int, levels: list[int]) -> list[Part]:
 
 def indexer_topk_workspace(tokens: int, entries: int, k: int) -> int:
     """Bytes of scratch that `indexer_topk` takes at most for up to `tokens` rows of up to `entries` scores."""
-    return max(_bytes(tokens, entries, k, MAX_TILE), min(SMALL_SCRATCH, _bytes(tokens, entries, k, MIN_TILE)))
+    return max(_bytes(tokens, entries, k, MAX_TILE), min(SMALL_SCRATCH, _bytes(tokens, entries, k, _least_tile(k))))
+
+
+def _least_tile(k: int) -> int:
+    """The smallest tile: a level must leave less to the next one than it had."""
+    return max(MIN_TILE, 2 * next_power_of_2(k))
 
 
 def _bytes(tokens: int, entries: int, k: int, most: int) -> int:
@@ -209,8 +214,8 @@ def _candidates(family: Family, key: Key) -> Choices:
 def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:
     """Smaller tiles leave more to the next level: its scratch must not outgrow the default's, unless it is little."""
     tile, size = config["TILE"], 40 * config["TILE"]
-    if tile & (tile - 1) or tile < max(MIN_TILE, 2 * next_power_of_2(key["k"])):
-        return f"TILE {tile} is no power of two of at least {MIN_TILE} and twice {key['k']}"
+    if tile & (tile - 1) or tile < _least_tile(key["k"]):
+        return f"TILE {tile} is no power of two of at least {_least_tile(key['k'])}"
     if family.arch and size > family.ub_bytes:
         return f"TILE {tile} takes {size} bytes, UB has {family.ub_bytes}"
     need = _bytes(key["tokens"], key["entries"], key["k"], tile)
