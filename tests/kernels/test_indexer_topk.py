@@ -136,14 +136,15 @@ def test_row_offset_beyond_int32() -> None:
 
 @pytest.mark.parametrize("entries", [40, 5000, 40000])
 def test_workspace(entries: int) -> None:
-    """One, two and three levels: the same result, whatever the workspace holds; one byte less is an error."""
+    """One, two and three levels: the same result, whatever the workspace holds; too little is an error."""
     scores, n_vis, k = torch.randn(3, entries), ints(entries, entries // 2, 0), 600
     needed = module.indexer_topk_workspace(3, entries, k)
     workspace = poisoned((needed,), torch.uint8)
     assert_equal(indexer_topk(scores, n_vis, k, workspace=workspace), indexer_topk(scores, n_vis, k))
     if needed:
-        with pytest.raises(ValueError, match=rf"indexer_topk: workspace has {needed - 1} bytes, this call needs \d+"):
-            indexer_topk(scores, n_vis, k, workspace=workspace[: needed - 1])
+        # Whatever tiles are chosen: there may be a quarter as many of them as the bound allows for.
+        with pytest.raises(ValueError, match=rf"indexer_topk: workspace has {needed // 4} bytes, this call needs \d+"):
+            indexer_topk(scores, n_vis, k, workspace=workspace[: needed // 4])
     assert module.indexer_topk_workspace(3, 40000, k) >= module.indexer_topk_workspace(3, entries, k)
 
 
