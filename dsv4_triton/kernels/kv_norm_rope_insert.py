@@ -98,6 +98,23 @@ def _run_from(slots_ptr, positions_ptr, token, end, slot, position, R: tl.conste
 
 
 @triton.jit
+def share_bound(slots_ptr, at, share, T, RUN: tl.constexpr):
+    """Where the share that begins at token `at`, a multiple of `share`, really begins: up to RUN - 1 tokens later, at a
+    slot that is a multiple of RUN, in this request or the next one, so that few runs are short. The share before it
+    ends there."""
+    bound = tl.minimum(at, T)
+    if RUN > 1:
+        if (at > 0) & (at < T) & (share >= RUN):
+            slot = tl.maximum(tl.load(slots_ptr + at), 0)
+            ahead = (RUN - slot % RUN) % RUN
+            there = tl.load(slots_ptr + tl.minimum(at + ahead, T - 1))
+            if there != slot + ahead:
+                ahead = tl.maximum(ahead - tl.maximum(there, 0) % RUN, 0)
+            bound = tl.minimum(at + ahead, T)
+    return bound
+
+
+@triton.jit
 def insert_tokens(
     kv_ptr, kv_stride, weight_ptr, positions_ptr, cos_sin_ptr, cache_ptr, byte_ptr, slots_ptr,
     start, end, block_stride, eps,
@@ -145,7 +162,8 @@ def _kv_norm_rope_insert_kernel(
     start = tl.program_id(0) * share
     insert_tokens(
         kv_ptr, kv_stride, weight_ptr, positions_ptr, cos_sin_ptr, cache_ptr, byte_ptr, slots_ptr,
-        start, tl.minimum(start + share, T), block_stride, eps, R, D, ROW, FAKE_QUANT, RECORD, RUN,
+        share_bound(slots_ptr, start, share, T, RUN), share_bound(slots_ptr, start + share, share, T, RUN),
+        block_stride, eps, R, D, ROW, FAKE_QUANT, RECORD, RUN,
     )  # fmt: skip
 
 
@@ -167,7 +185,7 @@ def runs(family: Family, fake_quant: bool, record: bool) -> list[int]:
 
 def run_problem(family: Family, run: int, fake_quant: bool, itemsize: int) -> str:
     """ "" or why tiles of `run` tokens cannot fit."""
-    size = run * HEAD_DIM * (4 + itemsize) * (2 if fake_quant else 1)
+    size = run * HEAD_DIM * (9 + 2 * itemsize) * (2 if fake_quant else 1)
     return f"RUN {run} takes {size} bytes, UB has {family.ub_bytes}" if family.arch and size > family.ub_bytes else ""
 
 
