@@ -109,7 +109,8 @@ def spaces() -> dict[str, Space]:
 class Space:
     """The launch parameters of one kernel, or of several that are chosen together.
 
-    default(family, key): the parameters when nobody tuned.
+    default(family, key): the parameters when nobody tuned; it is asked with the sizes of the bucket, and with the key
+        itself only where what it then says does not fit.
     candidates(family, key): values to try for each parameter. Parameters that only change the order of a sum belong in
         it for NPU families alone: on the host equal rows get equal results whatever the batch.
     fits(family, key, config): "" or why these parameters cannot work for these sizes: a divisor that is none, memory by
@@ -144,6 +145,13 @@ class Space:
             known = self._known[at] = self._found(family, key)
         return known
 
+    def computed(self, family: Family, key: Key) -> dict[str, Any]:
+        """The default of the key's bucket, so that few different ones are compiled; where that does not fit, that of
+        the key itself."""
+        rounded = {name: bucket(v) if name in self.buckets else v for name, v in key.items()}
+        config = dict(self.default(family, rounded))
+        return dict(self.default(family, key)) if self.fits(family, key, config) else config
+
     def fits(self, family: Family, key: Key, config: Mapping[str, Any]) -> str:
         """ "" or why `config` cannot be used for these sizes."""
         return "" if self._fits is None else self._fits(family, key, config)
@@ -154,7 +162,7 @@ class Space:
 
     def configs(self, family: Family, key: Key) -> Iterator[tuple[dict[str, Any], str]]:
         """Every combination of the candidates with why it cannot be used, or ""."""
-        choices = {name: (value,) for name, value in self.default(family, key).items()}
+        choices = {name: (value,) for name, value in self.computed(family, key).items()}
         choices |= {name: tuple(values) for name, values in self.candidates(family, key).items()}
         for values in itertools.product(*choices.values()):
             config = dict(zip(choices, values))
@@ -165,7 +173,7 @@ class Space:
         self._known.clear()
 
     def _found(self, family: Family, key: Key) -> Config:
-        default = dict(self.default(family, key))
+        default = self.computed(family, key)
         for at in self._buckets_of(key):
             config = store.lookup(family.name, self.name, at)
             if config is not None:
@@ -184,7 +192,7 @@ class Space:
     def _tried(self, trial: Trial, family: Family, key: dict[str, Any]) -> Config:
         trial.asked.append(Asked(self, family, key))
         wanted = trial.configs.get(self.name)
-        default = self.default(family, key)
+        default = self.computed(family, key)
         if wanted is None or (trial.only is not None and trial.only != self.bucketed(key)):
             return Config(default)
         if self.fits(family, key, wanted):

@@ -53,7 +53,7 @@ class Target:
 
     @property
     def default(self) -> dict[str, Any]:
-        return dict(self.space.default(self.family, self.key))
+        return self.space.computed(self.family, self.key)
 
     @property
     def name(self) -> str:
@@ -139,7 +139,7 @@ def _estimated(target: Target, config: dict[str, Any], known: Mapping[str, tuple
     for number, (one, result) in enumerate(zip(recorded, results)):
         if gate := _gate(result, family):
             return Verdict(config, *gate)
-        compiled = Compiled(target.case, one.launch, result, one.scratch, one.unwritten)
+        compiled = one.compiled(target.case, result)
         name = _fingerprint(target.case, number, compiled)
         part = known.get(name) or parts.get(name)
         if part is None:

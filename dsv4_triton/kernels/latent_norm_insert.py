@@ -26,7 +26,15 @@ from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor, outp
 from dsv4_triton.kernels._rows import HEAD_DIM, check_rows, is_record, record_views
 from dsv4_triton.kernels._tiling import next_power_of_2
 from dsv4_triton.kernels.compressor_state_insert import insert_state_row
-from dsv4_triton.kernels.kv_norm_rope_insert import ROTARY, aligned_share, insert_tokens, run_length, run_problem, runs
+from dsv4_triton.kernels.kv_norm_rope_insert import (
+    ROTARY,
+    aligned_share,
+    insert_tokens,
+    run_length,
+    run_problem,
+    runs,
+    share_bound,
+)
 
 OP = "latent_norm_insert"
 _NORM_TILE = 4096
@@ -123,7 +131,8 @@ def _latent_norm_insert_kernel(
         if job == 0:
             insert_tokens(
                 kv_ptr, kv_stride, kv_weight_ptr, positions_ptr, cos_sin_ptr, cache_ptr, byte_ptr, slots_ptr,
-                start, end, block_stride, eps, R, D, ROW, FAKE_QUANT, RECORD, RUN,
+                share_bound(slots_ptr, start, share, T, RUN), share_bound(slots_ptr, start + share, share, T, RUN),
+                block_stride, eps, R, D, ROW, FAKE_QUANT, RECORD, RUN,
             )  # fmt: skip
         if job == 1:
             _norm_rows(latent_ptr, latent_stride, latent_weight_ptr, out_ptr, start, end, eps, NORM_ROWS, Q, QB)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import metadata
 from math import nan
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from dsv4_triton.compiler.ascend.result import CompileResult
 from dsv4_triton.compiler.ascend.tools import tools_for
 from dsv4_triton.compiler.cost import arguments_of, count, estimate, scratch_of
 from dsv4_triton.compiler.cost.estimate import Estimate
+from dsv4_triton.compiler.cost.facts import Facts
 from dsv4_triton.compiler.launches import Launch, recording
 from dsv4_triton.device import FAMILIES, Family, acting_as
 
@@ -26,10 +27,15 @@ Progress = Callable[[int, int, str], None]
 
 
 class Cost(NamedTuple):
-    """The estimate of one launch; `known` is false where a count depends on contents that are not there."""
+    """What one launch does and its estimate."""
 
+    facts: Facts
     estimate: Estimate
-    known: bool
+
+    @property
+    def known(self) -> bool:
+        """False where a count depends on contents that are not there."""
+        return not self.facts.assumed and not self.facts.unsupported
 
     @property
     def seconds(self) -> float:
@@ -42,7 +48,8 @@ class Compiled:
     """One launch of one case, compiled; `launch` is None where the op itself refused the case (`result` says why).
 
     `scratch` are the launch's arguments that live between the launches of the op: neither its arguments nor results.
-    `unwritten` are those of them whose contents are not there to be read.
+    `unwritten` are those of them whose contents are not there to be read. `touched`: bytes of an argument that the
+    step can touch, where that is not all.
     """
 
     case: Case
@@ -50,12 +57,13 @@ class Compiled:
     result: CompileResult
     scratch: frozenset[str] = frozenset()
     unwritten: frozenset[str] = frozenset()
+    touched: Mapping[str, int] = field(default_factory=dict)
 
     def cost(self, family: Family) -> Cost:
         """What the launch is estimated to take on the family that it was compiled for."""
         assert self.launch is not None and self.result.ok
         facts = count(self.result.hivm, family, self.launch.grid, arguments_of(self.launch), unwritten=self.unwritten)
-        return Cost(estimate(facts, family, resident=self.scratch), not facts.assumed and not facts.unsupported)
+        return Cost(facts, estimate(facts, family, resident=self.scratch, touched=self.touched))
 
 
 def families() -> list[Family]:
@@ -86,6 +94,10 @@ class Recorded(NamedTuple):
     launch: Launch
     scratch: frozenset[str]
     unwritten: frozenset[str]
+    touched: dict[str, int]
+
+    def compiled(self, case: Case, result: CompileResult) -> Compiled:
+        return Compiled(case, self.launch, result, self.scratch, self.unwritten, self.touched)
 
 
 def record(case: Case, family: Family) -> list[Recorded]:
@@ -101,12 +113,21 @@ def record(case: Case, family: Family) -> list[Recorded]:
             with host.installed():
                 launch.kernel[launch.grid](**{**launch.signature.constants, **launch.arguments})
             planned |= {v.data_ptr() for v in launch.arguments.values() if isinstance(v, torch.Tensor)}
+    sizes = case.entry.touched(case.job(family))
+    limits = {_memory(inputs.tensors[name]): size for name, size in sizes.items() if name in inputs.tensors}
     found = []
     for launch in launches:
         scratch = scratch_of(launch, kept)
         unwritten = {name for name in scratch if launch.arguments[name].data_ptr() not in planned}
-        found.append(Recorded(launch, frozenset(scratch), frozenset(unwritten)))
+        tensors = {name: value for name, value in launch.arguments.items() if isinstance(value, torch.Tensor)}
+        touched = {name: limits[_memory(value)] for name, value in tensors.items() if _memory(value) in limits}
+        found.append(Recorded(launch, frozenset(scratch), frozenset(unwritten), touched))
     return found
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """What views of one block of memory have in common."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def compile_cases(
@@ -136,7 +157,7 @@ def compile_cases(
     limit = {} if seconds is None else {"seconds": seconds}
     results = iter(compile_all(launches, family, jobs=jobs, progress=compiled, **limit))
     return [
-        Compiled(case, found.launch, next(results), found.scratch, found.unwritten)
+        found.compiled(case, next(results))
         if isinstance(found, Recorded)
         else Compiled(case, None, _refused(case, family, found))
         for case, found in recorded

@@ -19,7 +19,6 @@ from rich.text import Text
 
 from dsv4_triton.bench.registry import Case, Minimum
 from dsv4_triton.compiler.ascend.jobs import Outcome, run_all
-from dsv4_triton.compiler.cost import arguments_of, count, estimate
 from dsv4_triton.compiler.cost.estimate import minimum_seconds
 from dsv4_triton.device import Family
 from dsv4_triton.offline import Compiled, compile_cases
@@ -148,8 +147,7 @@ def _counted(group: Sequence[Compiled], family: Family) -> bytes:
 def _launch(one: Compiled, family: Family) -> LaunchEstimate:
     if one.launch is None or not one.result.ok:
         return LaunchEstimate(one.result.kernel, 0, problem=one.result.message or one.result.status)
-    facts = count(one.result.hivm, family, one.launch.grid, arguments_of(one.launch), unwritten=one.unwritten)
-    cost = estimate(facts, family, resident=one.scratch)
+    facts, cost = one.cost(family)
     total, problems = facts.launch(), [*one.result.faults, *one.result.losses]
     moved = total.by("bytes")
     if facts.assumed or facts.unsupported:

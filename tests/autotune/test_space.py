@@ -60,7 +60,14 @@ def test_other_keys_and_families_do_not_count(folder: Path, made: Space) -> None
 def test_an_entry_without_parameters_is_the_computed_default(folder: Path, made: Space) -> None:
     """It ends the search: the next smaller bucket does not count any more."""
     store.write(folder, "a2", "made", [entry(32, 2), entry(None, 4)])
-    assert ask(made, 4)["BLOCK"] == 32 and ask(made, 3)["BLOCK"] == 24 and ask(made, 2)["BLOCK"] == 32
+    store.write(folder, "a2", "made", [entry(None, 8)])
+    assert ask(made, 4)["BLOCK"] == 32 and ask(made, 8)["BLOCK"] == 64 and ask(made, 2)["BLOCK"] == 32
+
+
+def test_the_default_is_that_of_the_bucket(folder: Path, made: Space) -> None:
+    """Sizes of one bucket share their parameters, so that a few compiles serve all of them."""
+    assert [ask(made, tokens)["BLOCK"] for tokens in (3, 4, 5, 8)] == [32, 32, 64, 64]
+    assert ask(made, 3, width=24)["BLOCK"] == 24, "32 does not divide 24, so that the size itself decides"
 
 
 def test_parameters_that_do_not_fit_other_sizes_of_the_bucket(folder: Path, made: Space) -> None:

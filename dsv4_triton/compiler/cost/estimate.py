@@ -5,7 +5,7 @@ The model is docs/cost_model.md; its constants are `Family.speed`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -82,11 +82,20 @@ def minimum_seconds(work: Work, family: Family) -> float:
     return seconds
 
 
-def estimate(facts: Facts, family: Family, minimum: Work | None = None, *, resident: Iterable[str] = ()) -> Estimate:
+def estimate(
+    facts: Facts,
+    family: Family,
+    minimum: Work | None = None,
+    *,
+    resident: Iterable[str] = (),
+    touched: Mapping[str, int] | None = None,
+) -> Estimate:
     """Time of a launch, and its ratio to the least that the job needs; `ValueError` for a family without rates.
 
     resident: arguments that stay in L2 between launches, such as scratch that one launch writes and the next one
     reads; they count as memory traffic only where they are together larger than L2.
+    touched: bytes that the launch can touch of an argument, where that is less than all of it: of a paged cache, of
+    the experts' weights. What it reads of them more often comes from L2.
     """
     speed = _speed(family)
     slots = family.vector_cores if set(facts.cores) == {"aiv"} else family.cube_cores
@@ -107,7 +116,7 @@ def estimate(facts: Facts, family: Family, minimum: Work | None = None, *, resid
     if sum(facts.argument_bytes.get(name, 0) for name in kept) > speed.l2_bytes:
         kept = set()
     hbm_bytes = sum(
-        min(number, facts.argument_bytes.get(name, number))
+        min(number, facts.argument_bytes.get(name, number), (touched or {}).get(name, number))
         for kind in ("read", "write")
         for name, number in total.by(kind).items()
         if name not in kept

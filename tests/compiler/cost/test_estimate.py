@@ -222,6 +222,15 @@ def test_memory_traffic_counts_what_is_read_again_once() -> None:
     assert unbounded.hbm_bytes == 24 << 20 and unbounded.resource == "hbm"
 
 
+def test_what_a_launch_can_touch_bounds_its_traffic() -> None:
+    """Pages that a step attends are read by several tiles, and are a small part of a cache."""
+    rows = [{("read", "cache"): 1 << 20, ("write", "out"): 1 << 10}] * 24
+    facts = facts_from({"aic": rows}, argument_bytes={"cache": 1 << 30, "out": 24 << 10})
+    assert estimate(facts, A2).hbm_bytes == (24 << 20) + (24 << 10)
+    assert estimate(facts, A2, touched={"cache": 3 << 20}).hbm_bytes == (3 << 20) + (24 << 10)
+    assert estimate(facts, A2, touched={"cache": 1 << 40}).hbm_bytes == (24 << 20) + (24 << 10)
+
+
 def test_scratch_that_fits_stays_in_the_cache() -> None:
     rows = [{("read", "scratch"): 1 << 20, ("read", "x"): 1 << 10, ("write", "scratch"): 1 << 20}] * 8
     facts = facts_from({"aiv": rows}, argument_bytes={"scratch": 8 << 20, "x": 8 << 10})
