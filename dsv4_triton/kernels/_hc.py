@@ -224,9 +224,9 @@ def _candidates(family: Family, key: Key) -> Choices:
     return {"BT": block_t, "BK": (128, 256, 512, 1024), "SLICES": slices, **products(family)}
 
 
-def _shares(family: Family) -> tuple[int, int]:
-    """Work items that fill the cores once, and a little more than half."""
-    return family.cube_cores, family.cube_cores * 2 // 3
+def _shares(family: Family) -> tuple[int, int, int]:
+    """Work items: one for every core, and fewer, which leave less to add up."""
+    return family.cube_cores, family.cube_cores * 2 // 3, family.cube_cores // 2
 
 
 def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:

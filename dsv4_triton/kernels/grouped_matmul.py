@@ -19,7 +19,7 @@ from dsv4_triton.device import Family, family_of
 from dsv4_triton.kernels._checks import FLOATS, check_tensor
 from dsv4_triton.kernels._tiling import even_block
 
-BLOCK_ROWS = (4, 8, 16, 32, 64, 128)
+BLOCK_ROWS = (4, 8, 16, 32, 64, 128, 256)
 
 
 @triton.jit(do_not_specialize=["capacity"])
@@ -60,8 +60,8 @@ def _grouped_matmul_kernel(
 
 
 def depth_block(block_rows: int, width: int, dtype: torch.dtype) -> int:
-    """Step of K where nobody tuned: 512 bytes while two steps of both operands fit into L1, else half of that."""
-    return even_block(width, 256 if dtype == torch.bfloat16 and block_rows <= 64 else 128)
+    """Step of K where nobody tuned: 512 bytes, or half of that for the widest tiles."""
+    return even_block(width, 256 if dtype == torch.bfloat16 and block_rows != 128 else 128)
 
 
 def operands_fit(family: Family, rows: int, columns: int, depth: int, width: int, dtype: torch.dtype) -> str:
@@ -79,7 +79,8 @@ def operands_fit(family: Family, rows: int, columns: int, depth: int, width: int
 
 def _default(family: Family, key: Key) -> dict[str, Any]:
     depth = depth_block(key["block_rows"], key["width"], key["dtype"])
-    return {"BN": even_block(key["outputs"], 256), "BK": depth, **dict.fromkeys(products(family))}
+    columns = 256 if key["block_rows"] <= 128 else 128
+    return {"BN": even_block(key["outputs"], columns), "BK": depth, **dict.fromkeys(products(family))}
 
 
 def _candidates(family: Family, key: Key) -> Choices:
@@ -110,7 +111,7 @@ def grouped_matmul(
     """`x[r] @ w[e]^T` for the rows r of each tile, e its expert: [S, N] from `x [S, K]` and `w [E, N, K]`.
 
     `tiles [3, C]` and `num_tiles [1]` come from `moe_plan` with the same `block_rows` (a power of two from 4 to
-    128); rows in no tile are not written. N and K are multiples of 16. `out` is bf16 or fp32 and decides the
+    256); rows in no tile are not written. N and K are multiples of 16. `out` is bf16 or fp32 and decides the
     rounding; without it the result is fp32.
     """
     check_tensor("grouped_matmul", "x", x, (None, None), FLOATS)

@@ -98,7 +98,7 @@ def _default(family: Family, key: Key) -> dict[str, Any]:
     """RUNS runs of w13 in a tile; K in steps of BK."""
     rows, inner = key["block_rows"], key["inner"]
     even = inner // gate_block(inner) % _RUNS_OF_LARGE_TILES == 0
-    runs = _RUNS_OF_LARGE_TILES if rows >= 128 and even else 1
+    runs = _RUNS_OF_LARGE_TILES if rows == 128 and even else 1
     return {"RUNS": runs, "BK": depth_block(rows, key["width"], key["dtype"]), **dict.fromkeys(mixing(family))}
 
 
@@ -135,7 +135,7 @@ def grouped_matmul_swiglu(
 
     `gate_up_view` says how w13 is laid out. `row_weights [S]` fp32 multiplies each row; `limit` None or 0 means no
     clamp. `tiles [3, C]` and `num_tiles [1]` come from `moe_plan` with the same `block_rows` (a power of two from 4 to
-    128); rows in no tile are not written. I and K are multiples of 16.
+    256); rows in no tile are not written. I and K are multiples of 16.
     """
     check_tensor(OP, "x", x, (None, None), FLOATS)
     rows, K = x.shape

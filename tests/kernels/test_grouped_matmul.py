@@ -48,7 +48,7 @@ def test_spreads_of_rows(counts, dtype):
     check(counts, 48, 80, dtype, spare=2)
 
 
-@pytest.mark.parametrize("block_rows", [4, 8, 16, 32, 64, 128])
+@pytest.mark.parametrize("block_rows", [4, 8, 16, 32, 64, 128, 256])
 def test_tile_heights(block_rows):
     check([130, 0, 1, 63], 32, 64, BF16, block_rows=block_rows)
 
