@@ -65,8 +65,9 @@ def bench(
     model: Annotated[
         Names,
         typer.Option(
+            metavar="NAME",
             help="flash, pro or demo; may be given several times. Without it and without --case: demo on the host, "
-            "flash on a device and with --estimate."
+            "flash on a device and with --estimate.",
         ),
     ] = None,
     case: Annotated[
@@ -78,9 +79,13 @@ def bench(
         float, typer.Option(min=0.0, help="Time for a case, shared by its implementations; three rounds at least.")
     ] = 0.5,
     interpreter: Annotated[
-        float,
-        typer.Option(min=0.0, metavar="SECONDS", help="Limit for a case in Triton's interpreter; 0 leaves it out."),
-    ] = 2.0,
+        Optional[float],  # noqa: UP045
+        typer.Option(
+            min=0.0,
+            metavar="SECONDS",
+            help="Limit for a case in Triton's interpreter; 0 leaves it out. Default: 2 where ops or cases are named.",
+        ),
+    ] = None,
     baseline: Annotated[
         File, typer.Option(metavar="FILE", help="Compare with this earlier --json; worse times are status 1.")
     ] = None,
@@ -102,24 +107,23 @@ def bench(
     if context.invoked_subcommand is not None:
         return
     console = _console()
-    for option, wrong in (
-        ("--family", family is not None and not estimate),
-        ("--estimate", estimate and family is None),
-        ("--device", estimate and device != "host"),
-        ("--baseline", estimate and baseline is not None),
-        ("--html", estimate and html is not None),
+    for option, wrong, says in (
+        ("--family", family is not None and not estimate, "needs --estimate"),
+        ("--estimate", estimate and family is None, "needs --family a2, a3 or a5"),
+        ("--device", estimate and device != "host", "is not for --estimate"),
+        ("--baseline", estimate and baseline is not None, "is not for --estimate"),
+        ("--html", estimate and html is not None, "is not for --estimate"),
     ):
         if wrong:
-            says = "needs --family a2, a3 or a5" if option == "--estimate" else "needs --estimate"
-            raise typer.BadParameter(
-                says if option in ("--family", "--estimate") else "is not for --estimate", param_hint=option
-            )
+            raise typer.BadParameter(says, param_hint=option)
     with reported(console):
         refuse_unwritable((json, html))
         if estimate:
             assert family is not None
             status = _estimate(_cases(kernel, model, case, "flash"), family, json, console)
         else:
+            if interpreter is None:
+                interpreter = 2.0 if kernel or case else 0.0
             status = _measure(
                 (kernel, model, case), device, seconds, interpreter, baseline, threshold, json, html, console
             )
