@@ -221,7 +221,7 @@ def _candidates(family: Family, key: Key) -> Choices:
     if not family.arch:
         return {"BT": block_t}
     slices = sorted({max(1, n // triton.cdiv(key["tokens"], t)) for t in block_t for n in _shares(family)})
-    return {"BT": block_t, "BK": (128, 256, 512, 1024), "SLICES": slices, **products(family)}
+    return {"BT": block_t, "BK": (256, 512, 1024), "SLICES": slices, **products(family)}
 
 
 def _shares(family: Family) -> tuple[int, int, int]:

@@ -87,7 +87,7 @@ def _candidates(family: Family, key: Key) -> Choices:
     blocks = [b for b in (64, 128, 192, 224, 256, 384, 448, 512, 1024) if key["outputs"] % b == 0]
     if not family.arch:
         return {"BN": blocks}
-    return {"BN": blocks, "BK": (64, 128, 192, 256, 320, 336, 384, 512, 1024), **products(family)}
+    return {"BN": blocks, "BK": (128, 256, 320, 336, 512, 1024), **products(family)}
 
 
 def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:

@@ -106,7 +106,7 @@ def _candidates(family: Family, key: Key) -> Choices:
     runs = [r for r in (1, 2, 3, 4) if key["inner"] // gate_block(key["inner"]) % r == 0]
     if not family.arch:
         return {"RUNS": runs}
-    depths = (64, 128, 192, 256, 320, 336, 384, 512, 1024)
+    depths = (128, 256, 320, 336, 512, 1024)
     return {"RUNS": runs, "BK": depths, **mixing(family), "tile_mix_vector_loop": (None, 2)}
 
 

@@ -180,10 +180,12 @@ def _default(family: Family, key: Key) -> dict[str, Any]:
 
 
 def _candidates(family: Family, key: Key) -> Choices:
+    """No more launches than by default, which an estimate does not count."""
     if not family.arch:
         return {}
+    fused = {_default(family, key)["FUSED"], True}
     blocks = (32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256)
-    return {"FUSED": (False, True), "BD": blocks, **mixing(family), "tile_mix_vector_loop": (None, 2)}
+    return {"FUSED": sorted(fused), "BD": blocks, **mixing(family), "tile_mix_vector_loop": (None, 2)}
 
 
 def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:

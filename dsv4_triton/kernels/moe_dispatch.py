@@ -96,9 +96,11 @@ def _default(family: Family, key: Key) -> dict[str, Any]:
 
 
 def _candidates(family: Family, key: Key) -> Choices:
-    runs = (8, 16, 32, 64) if family.vector_registers else (_BLOCK,)
-    blocks = {"BS": (2, 4, 8, 16), "TILES": (4, 8, 16, 24), "LANES": runs}
-    return {"ALONE": (False, True), **blocks, **buffering(family)}
+    """No more launches than by default, which an estimate does not count."""
+    alone = {_default(family, key)["ALONE"], True}
+    runs = (8, 32, 64) if family.vector_registers else (_BLOCK,)
+    blocks = {"BS": (4, 8, 16), "TILES": (8, 16, 24), "LANES": runs}
+    return {"ALONE": sorted(alone), **blocks, **buffering(family)}
 
 
 def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:

@@ -213,8 +213,8 @@ def tile_capacity(pairs: int, num_experts: int, block_rows: int) -> int:
 
 
 def _candidates(family: Family, key: Key) -> Choices:
-    runs = (8, 16, 32, 64) if family.vector_registers else (_LANES,)
-    blocks = {"CHUNK": (64, 128, 256, 512), "BS": (4, 8, 16, 32), "TILES": (4, 8, 16, 24, 32), "LANES": runs}
+    runs = (8, 32, 64) if family.vector_registers else (_LANES,)
+    blocks = {"CHUNK": (64, 128, 256), "BS": (8, 16, 32), "TILES": (8, 16, 32), "LANES": runs}
     return {**blocks, **buffering(family)}
 
 

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4_triton.autotune.space import Choices, Key, Space
+from dsv4_triton.autotune.space import Choices, Key, Space, buffering
 from dsv4_triton.device import Family, family_of
 from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor, output
 from dsv4_triton.kernels._lang import extract_slice
@@ -144,7 +144,7 @@ def _candidates(family: Family, key: Key) -> Choices:
     return {
         "BH": [b for b in blocks if key["heads"] % b == 0],
         "INDEX_BH": [b for b in (*blocks, 64) if index_heads % b == 0] if index_heads else (1,),
-        **({"multibuffer": (False, True)} if family.arch else {}),
+        **buffering(family),
     }
 
 
