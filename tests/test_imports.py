@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,16 +21,18 @@ ALLOWED = {
     "config": {"device"},
     "reference": {"reference"},
     "compiler": BASE | {"compiler"},
-    "kernels": BASE | {"compiler", "kernels"},
+    "parameters": {"device", "parameters"},
+    "kernels": BASE | {"compiler", "parameters", "kernels"},
     "backend": BASE | {"compiler", "kernels", "backend"},
     "model": BASE | {"hadamard", "compiler", "kernels", "backend", "model"},
-    "bench": BASE | {"hadamard", "compiler", "kernels", "reference", "backend", "model", "demo", "bench"},
+    "bench": BASE | {"hadamard", "compiler", "parameters", "kernels", "reference", "backend", "model", "demo", "bench"},
     "demo": {"demo"},
     "offline": BASE | {"compiler", "bench", "offline"},
+    "autotune": BASE | {"console", "compiler", "parameters", "kernels", "bench", "offline", "autotune"},
     "doctor": {"device", "compiler"},
     "console": set(),
     "cli_bench": {"console", "compiler", "bench", "demo", "offline", *BASE},
-    "cli": {"console", "cli_bench", "doctor", "demo", "compiler", "kernels", "bench", "offline", *BASE},
+    "cli": {"console", "cli_bench", "autotune", "doctor", "demo", "compiler", "kernels", "bench", "offline", *BASE},
 }
 """What each part of the package may import of the others; the package itself (its version) is open to all."""
 
@@ -49,9 +51,18 @@ NOWHERE = {
 """What a part may not import even inside a function."""
 
 
+PARAMETERS = {("autotune", "space"), ("autotune", "store")}
+"""Launch parameters as kernels ask for them, below the kernels; the search for them stands above."""
+
+
 def part_of(path: Path) -> str:
     """The part a file belongs to: its folder below the package, or its own name."""
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return part_named(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def part_named(names: Sequence[str]) -> str:
+    """The part of a module below the package."""
+    return "parameters" if tuple(names[:2]) in PARAMETERS else names[0]
 
 
 def imports(nodes: Iterator[ast.AST], path: Path) -> Iterator[str]:
@@ -91,7 +102,7 @@ def test_imports_point_downwards(path: Path) -> None:
     for name in imports(ast.walk(tree), path):
         first, *rest = name.split(".")
         if first == "dsv4_triton" and rest and rest[0] != "__version__":
-            assert rest[0] in ALLOWED[part], f"{path}: {part} must not import {name}"
+            assert part_named(rest) in ALLOWED[part], f"{path}: {part} must not import {name}"
         assert first not in NOWHERE.get(part, ()), f"{path}: {part} must not import {name}"
     for name in imports(at_import(tree), path):
         allowed = EXTERNAL.get(name.split(".")[0])

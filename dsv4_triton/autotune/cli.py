@@ -230,7 +230,7 @@ def show(
 
 
 def _kernels(names: list[str] | None) -> list[str]:
-    from dsv4_triton.autotune.space import spaces
+    from dsv4_triton.autotune.search import spaces
 
     for name in names or ():
         if name not in spaces():

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from dsv4_triton import offline
-from dsv4_triton.autotune.space import Space, trial
+from dsv4_triton import kernels, offline
+from dsv4_triton.autotune.space import DECLARED, Space, trial
 from dsv4_triton.autotune.trials import Target, Verdict
 from dsv4_triton.bench.registry import Case, select
 from dsv4_triton.compiler.launches import recording
@@ -61,6 +63,13 @@ class Found:
         if self.default.ok:
             good = [one for one in good if one.microseconds * GAIN < self.default.microseconds]
         return sorted(good, key=lambda one: (one.microseconds, one.effort))
+
+
+def spaces() -> dict[str, Space]:
+    """The spaces of all kernels by name, in alphabetical order."""
+    for module in pkgutil.iter_modules(kernels.__path__):
+        importlib.import_module(f"{kernels.__name__}.{module.name}")
+    return dict(sorted(DECLARED.items()))
 
 
 def targets(cases: Sequence[Case], family: Family, progress: Callable[[int, int, str], None]) -> list[Target]:

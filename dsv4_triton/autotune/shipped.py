@@ -10,8 +10,8 @@ from typing import Any
 
 from dsv4_triton.autotune import store
 from dsv4_triton.autotune.run import versions
-from dsv4_triton.autotune.search import asked, check_cases
-from dsv4_triton.autotune.space import Asked, spaces
+from dsv4_triton.autotune.search import asked, check_cases, spaces
+from dsv4_triton.autotune.space import Asked
 from dsv4_triton.autotune.store import ConfigFileError, Entry
 from dsv4_triton.autotune.trials import Target, Verdict, check_on_host, try_all
 from dsv4_triton.bench.registry import cases as all_cases

@@ -15,16 +15,14 @@ leaves the option out.
 
 from __future__ import annotations
 
-import importlib
 import itertools
-import pkgutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from dsv4_triton.autotune import store
+from dsv4_triton.autotune.store import lookup
 from dsv4_triton.device import Family
 
 Key = Mapping[str, Any]
@@ -94,16 +92,8 @@ def products(family: Family) -> Choices:
 
 _trial: Trial | None = None
 _lock = threading.Lock()
-_spaces: dict[str, Space] = {}
-
-
-def spaces() -> dict[str, Space]:
-    """All spaces by name, in alphabetical order. Imports the kernels."""
-    from dsv4_triton import kernels
-
-    for module in pkgutil.iter_modules(kernels.__path__):
-        importlib.import_module(f"{kernels.__name__}.{module.name}")
-    return dict(sorted(_spaces.items()))
+DECLARED: dict[str, Space] = {}
+"""Spaces of the kernels that are imported so far, by name."""
 
 
 class Space:
@@ -133,7 +123,7 @@ class Space:
         self.buckets = tuple(buckets)
         self._fits = fits
         self._known: dict[tuple[Any, ...], Config] = {}
-        _spaces[name] = self
+        DECLARED[name] = self
 
     def __call__(self, family: Family, **key: Any) -> Config:
         """The parameters of a launch. The names of the key are always given in the same order."""
@@ -175,7 +165,7 @@ class Space:
     def _found(self, family: Family, key: Key) -> Config:
         default = self.computed(family, key)
         for at in self._buckets_of(key):
-            config = store.lookup(family.name, self.name, at)
+            config = lookup(family.name, self.name, at)
             if config is not None:
                 usable = config.keys() == default.keys() and not self.fits(family, key, config)
                 return Config(config if usable else default)  # {} is the default too

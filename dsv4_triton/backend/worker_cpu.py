@@ -10,7 +10,6 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from dsv4_triton.backend.compat import mend_rejection_sampler
 from dsv4_triton.backend.serving import Serving
-from dsv4_triton.backend.warmup import warm_up
 from dsv4_triton.compiler import host
 from dsv4_triton.device import acting_as
 
@@ -42,7 +41,7 @@ class HostWorker(CPUWorker):
     @_as_family
     def compile_or_warm_up_model(self) -> Any:
         if Serving.of(self.vllm_config).options.warm_up == "on":
-            warm_up(self.model_runner)
+            self.model_runner.model.warm_up(self.model_runner)
         return super().compile_or_warm_up_model()
 
     execute_model = _as_family(CPUWorker.execute_model)

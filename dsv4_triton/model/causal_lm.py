@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from dsv4_triton.model.attention import Shared
 from dsv4_triton.model.layer import DecoderLayer, HcHead, Pending
 from dsv4_triton.model.loader import DRAFT_PREFIX, Slot, into_layer, load_strict, prefixed
 from dsv4_triton.model.rope import RopeTables
+from dsv4_triton.model.warmup import warm_up
 
 logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's logger, so that its handlers print it
 
@@ -121,6 +123,10 @@ class TritonDeepseekV4ForCausalLM(nn.Module):
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         return self.logits_processor(self.lm_head, hidden_states.float())
+
+    def warm_up(self, runner: Any) -> None:
+        """Compile what steps within the limits of `runner`, vLLM's model runner, can ask for (`warmup`)."""
+        warm_up(runner)
 
     def slots(self) -> dict[str, Slot]:
         """Every tensor of the checkpoint by its official name, the draft module's excepted."""

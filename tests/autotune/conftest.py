@@ -25,7 +25,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Space:
     """A space whose default block is 8 for each token, and which takes divisors of the width."""
-    monkeypatch.setattr(spaces, "_spaces", dict(spaces._spaces))
+    monkeypatch.setattr(spaces, "DECLARED", dict(spaces.DECLARED))
     return Space(
         "made",
         default=lambda family, key: {"BLOCK": 8 * key["tokens"], "multibuffer": None},

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from dsv4_triton.autotune import store
-from dsv4_triton.autotune.space import Space, bucket, spaces, trial
+from dsv4_triton.autotune.search import spaces
+from dsv4_triton.autotune.space import Space, bucket, trial
 from dsv4_triton.autotune.store import ConfigWarning, Entry, Found
 from dsv4_triton.device import A2, A3, FAMILIES, HOST
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dsv4_triton.backend.warmup import shapes
 from dsv4_triton.compiler.host.launch import Launcher
+from dsv4_triton.model.warmup import shapes
 from tests.model.engine import engine, prompt
 
 LIMITS = {"max_model_len": 640, "max_num_batched_tokens": 48, "max_num_seqs": 4}
