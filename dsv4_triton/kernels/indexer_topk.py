@@ -35,7 +35,7 @@ from dsv4_triton.kernels._workspace import Part, carve, workspace_bytes
 OP = "indexer_topk"
 MAX_K = 2048
 MAX_TILE = 4096
-MIN_TILE = 1024
+MIN_TILE = 2048
 SMALL_SCRATCH = 32 << 20
 """Bytes of scratch that tiles of any size may take."""
 
@@ -208,7 +208,7 @@ def _default(family: Family, key: Key) -> dict[str, Any]:
 
 
 def _candidates(family: Family, key: Key) -> Choices:
-    return {"TILE": (1024, 2048, 4096, 8192), **buffering(family)}
+    return {"TILE": (2048, 4096, 8192), **buffering(family)}
 
 
 def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:
