@@ -137,5 +137,5 @@ def test_builder_takes_the_geometry_of_its_cache() -> None:
     common = batch(random.Random(4), 3)
     check(builder.build(0, common), common, 2, 128)
     common.seq_lens += 1
-    check(builder.build_for_drafting(common, 0), common, 2, 128)
+    check(builder.build_for_drafting(common, 1), common, 2, 128)
     assert builder.build(0, common).step.max_seq_len == common.max_seq_len

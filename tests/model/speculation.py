@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -151,3 +152,24 @@ def generate_in_chunks(llm: Any, tokens: list[int], sizes: Sequence[int]) -> Non
         with engine.chunks_of(llm, size):
             inner.step()
     assert not inner.has_unfinished_requests()
+
+
+def check_rows(plain: Any, drafting: Any, drafts: int) -> None:
+    """The rows that count are the same bytes in an engine that drafts, a random number of drafts rejected in each step,
+    as in one without speculation.
+
+    There the same tokens are computed in steps of as many rows, because products of matrices round differently with
+    that number, but of these rows each is right at once.
+    """
+    tokens, steps = engine.prompt(371, seed=2), 12
+    answer = engine.generate(plain, [tokens], steps * (drafts + 1) + 1)[0][0]
+    computed, rng = tokens + answer[:-1], random.Random(drafts)
+    with told_drafts(drafting, [(tokens, answer)], lambda *_: rng.randrange(drafts + 1)), scheduled(drafting) as taken:
+        assert engine.generate(drafting, [tokens], len(answer))[0][0] == answer
+    assert len(taken) > steps + 1
+    found = rows_that_count(drafting, len(computed))
+    engine.forget(plain)
+    generate_in_chunks(plain, computed, [len(tokens), *[drafts + 1] * steps])
+    expected = rows_that_count(plain, len(computed))
+    assert found.keys() == expected.keys()
+    assert not [name for name, rows in expected.items() if not torch.equal(rows, found[name])]

@@ -5,7 +5,6 @@ The checkpoint's block guesses most tokens right and some wrong, so that every n
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -20,11 +19,10 @@ from tests.model import engine
 from tests.model.speculation import (
     GAIN,
     Answer,
+    check_rows,
     check_same,
     edited_copy,
-    generate_in_chunks,
     guessing_well,
-    rows_that_count,
     scheduled,
     speculation,
     told_drafts,
@@ -102,26 +100,8 @@ def test_every_number_of_rejections_at_every_phase_of_a_window(llm: Engines) -> 
 
 @pytest.mark.parametrize("drafts", [1, 2, 3])
 def test_cache_rows_are_byte_for_byte_those_without_speculation(llm: Engines, drafts: int) -> None:
-    """Over the edges of windows and pages at 384, with a random number of drafts rejected in each step.
-
-    Without speculation the same tokens are computed in steps of as many rows, because products of matrices round
-    differently with that number, but of these rows each is right at once.
-    """
-    tokens, steps = engine.prompt(371, seed=2), 12
-    answer = engine.generate(llm(0), [tokens], steps * (drafts + 1) + 1)[0][0]
-    rng = random.Random(drafts)
-    with (
-        told_drafts(llm(drafts), [(tokens, answer)], lambda *_: rng.randrange(drafts + 1)),
-        scheduled(llm(drafts)) as s,
-    ):
-        assert engine.generate(llm(drafts), [tokens], len(answer))[0][0] == answer
-    assert len(s) > steps + 1
-    computed = tokens + answer[:-1]
-    found = rows_that_count(llm(drafts), len(computed))
-    generate_in_chunks(llm(0), computed, [len(tokens), *[drafts + 1] * steps])
-    expected = rows_that_count(llm(0), len(computed))
-    assert found.keys() == expected.keys() and len(found) == 18
-    assert not [name for name, rows in expected.items() if not torch.equal(rows, found[name])]
+    """Over the edges of windows and pages at 384."""
+    check_rows(llm(0), llm(drafts), drafts)
 
 
 def test_drafting_writes_rows_of_its_own_cache_and_requests_only(llm: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,3 +236,15 @@ def test_the_streams_are_kept_with_speculation_only(llm: Engines) -> None:
     after = drafting.model.get_mtp_target_hidden_states()
     assert before.data_ptr() == after.data_ptr() == drafting.model.model.streams.data_ptr()
     assert after.shape == (2048, 4 * 256)
+
+
+def test_cache_rows_in_the_formats_and_pages_of_an_npu(checkpoint: Callable[[str], Path]) -> None:
+    """Records of fp8 and fp8 keys in the page tables of vllm-ascend (bf16)."""
+    options = {
+        "dtype": "bfloat16",
+        "max_model_len": 1024,
+        "additional_config": {"dsv4_triton": {"device_family": "a5", "geometry": "vllm-ascend"}},
+    }
+    folder = checkpoint("bfloat16")
+    with engine.engine(folder, **options) as plain, engine.engine(folder, **options, **speculation(DRAFTS)) as drafting:
+        check_rows(plain, drafting, DRAFTS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ import pytest
 from tests.model import engine
 from tests.model.speculation import GAIN, edited_copy, guessing_well, speculation
 
-PROMPTS = 200
-TOKENS = 16
+TOKENS = 12
+OPTIONS = {"max_model_len": 1024, "max_num_seqs": 32}
 CLOSE = 1e-4
 """Greedy choices between log-probabilities that are closer may differ, since products of matrices round differently
 with the number of rows."""
@@ -24,7 +24,10 @@ def lengths() -> list[int]:
     """From 1 to 600, most of them short, and all that lie next to the edge of a page or window."""
     rng = random.Random(0)
     edges = [edge + step for edge in (4, 64, 128, 256, 512) for step in (-1, 0, 1)]
-    return edges + [int(600 ** rng.random()) for _ in range(PROMPTS - len(edges))]
+    return edges + [int(600 ** rng.random()) for _ in range(200 - len(edges))]
+
+
+PROMPTS = [engine.prompt(length, seed) for seed, length in enumerate(lengths())]
 
 
 def gap(plain: Any, prompt: list[int], expected: list[int], found: list[int]) -> float:
@@ -35,25 +38,33 @@ def gap(plain: Any, prompt: list[int], expected: list[int], found: list[int]) ->
     return abs(one - other)
 
 
+@pytest.fixture(scope="module")
+def folder(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    guessing = partial(guessing_well, gain=GAIN)
+    return edited_copy(checkpoint("float32"), tmp_path_factory.mktemp("guessing") / "model", guessing)
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> Iterator[Any]:
+    with engine.engine(folder, **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(plain: Any) -> list[list[int]]:
+    return [tokens for tokens, *_ in engine.generate(plain, PROMPTS, TOKENS)]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("drafts", [1, 2, 3])
-def test_200_prompts(checkpoint: Callable[[str], Path], tmp_path: Path, drafts: int) -> None:
-    folder = edited_copy(checkpoint("float32"), tmp_path / "model", partial(guessing_well, gain=GAIN))
-    prompts = [engine.prompt(length, seed) for seed, length in enumerate(lengths())]
-    options = {"max_model_len": 1024, "max_num_seqs": 32}
-    with (
-        engine.engine(folder, **options) as plain,
-        engine.engine(folder, **options, **speculation(drafts)) as drafting,
-    ):
-        expected = [tokens for tokens, *_ in engine.generate(plain, prompts, TOKENS)]
-        batched = [tokens for tokens, *_ in engine.generate(drafting, prompts, TOKENS)]
-        engine.forget(drafting)
-        alone = [engine.generate(drafting, [prompt], TOKENS)[0][0] for prompt in prompts]
-        parted = [
-            gap(plain, prompt, e, f)
-            for found in (batched, alone)
-            for prompt, e, f in zip(prompts, expected, found, strict=True)
-            if e != f
+@pytest.mark.parametrize("together", [32, 1], ids=["batched", "alone"])
+def test_200_prompts(folder: Path, plain: Any, expected: list[list[int]], drafts: int, together: int) -> None:
+    with engine.engine(folder, **OPTIONS, **speculation(drafts)) as llm:
+        found = [
+            tokens
+            for start in range(0, len(PROMPTS), together)
+            for tokens, *_ in engine.generate(llm, PROMPTS[start : start + together], TOKENS)
         ]
-    print(f"{drafts} drafts: {len(parted)} of {2 * len(prompts)} answers part, at gaps {parted}")
-    assert all(difference <= CLOSE for difference in parted) and len(parted) <= 4
+    parted = [gap(plain, p, e, f) for p, e, f in zip(PROMPTS, expected, found, strict=True) if e != f]
+    print(f"{drafts} drafts: {len(parted)} of {len(PROMPTS)} answers part, at gaps {parted}")
+    assert all(difference <= CLOSE for difference in parted) and len(parted) <= 2
