@@ -139,6 +139,14 @@ def test_times_and_roofline() -> None:
     assert MACHINE.seconds(Minimum(1, 10**11, torch.bfloat16)) == pytest.approx(1.0)
 
 
+def test_slow_products_do_not_hold_up_a_run() -> None:
+    """bf16 on a CPU without instructions for it takes seconds a product."""
+    for taken, calls, best in (([4.0, 1.0], 1, 4.0), ([0.7, 0.4, 0.1], 2, 0.4), ([0.01] * 9, 6, 0.01)):
+        left = list(taken)
+        assert measure._best(lambda _, left=left: left.pop(0), lambda: None) == best
+        assert len(taken) - len(left) == calls
+
+
 def test_comparison_with_an_earlier_run(tmp_path: Path) -> None:
     earlier, now = run_of(figure(1.0), figure(1.0, "hc_pre")), run_of(figure(1.1), figure(1.3, "hc_pre"))
     compared = results.changes(earlier, now, 0.15)
