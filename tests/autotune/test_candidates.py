@@ -1,6 +1,6 @@
 """Every kernel gives the reference's results with other launch parameters than its default, too.
 
-For each op one combination of candidates a kernel, drawn by the kernel's name, on the demo cases; as A2, and as the host.
+For each op one combination of candidates a kernel, drawn by its name, on the demo cases; as A2, and as the host.
 All combinations that win in a tuning run are held to the reference by the run itself.
 """
 
