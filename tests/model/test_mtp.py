@@ -158,7 +158,7 @@ def test_preempted_requests_resume(llm: Engines, monkeypatch: pytest.MonkeyPatch
     inner, pool, preempted = engine.scheduler(drafting), engine.block_pool(drafting), []
     usual = inner._preempt_request
     monkeypatch.setattr(inner, "_preempt_request", lambda *a, **k: (preempted.append(a), usual(*a, **k)))
-    taken = pool.get_new_blocks(pool.get_num_free_blocks() - 150)
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - 90)
     with engine.poisoned_pages(drafting):
         found = engine.generate(drafting, prompts, 40)
     pool.free_blocks(taken)
@@ -236,15 +236,3 @@ def test_the_streams_are_kept_with_speculation_only(llm: Engines) -> None:
     after = drafting.model.get_mtp_target_hidden_states()
     assert before.data_ptr() == after.data_ptr() == drafting.model.model.streams.data_ptr()
     assert after.shape == (2048, 4 * 256)
-
-
-def test_cache_rows_in_the_formats_and_pages_of_an_npu(checkpoint: Callable[[str], Path]) -> None:
-    """Records of fp8 and fp8 keys in the page tables of vllm-ascend (bf16)."""
-    options = {
-        "dtype": "bfloat16",
-        "max_model_len": 1024,
-        "additional_config": {"dsv4_triton": {"device_family": "a5", "geometry": "vllm-ascend"}},
-    }
-    folder = checkpoint("bfloat16")
-    with engine.engine(folder, **options) as plain, engine.engine(folder, **options, **speculation(DRAFTS)) as drafting:
-        check_rows(plain, drafting, DRAFTS)

@@ -1,4 +1,4 @@
-"""Answers of 200 prompts with and without speculation, batched and alone (minutes)."""
+"""Speculation at length: answers of 200 prompts, batched and alone, and cache rows in the formats of an NPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.model import engine
-from tests.model.speculation import GAIN, edited_copy, guessing_well, speculation
+from tests.model.speculation import GAIN, check_rows, edited_copy, guessing_well, speculation
 
 TOKENS = 12
 OPTIONS = {"max_model_len": 1024, "max_num_seqs": 32}
@@ -68,3 +68,16 @@ def test_200_prompts(folder: Path, plain: Any, expected: list[list[int]], drafts
     parted = [gap(plain, p, e, f) for p, e, f in zip(PROMPTS, expected, found, strict=True) if e != f]
     print(f"{drafts} drafts: {len(parted)} of {len(PROMPTS)} answers part, at gaps {parted}")
     assert all(difference <= CLOSE for difference in parted) and len(parted) <= 2
+
+
+@pytest.mark.long
+def test_cache_rows_in_the_formats_and_pages_of_an_npu(checkpoint: Callable[[str], Path]) -> None:
+    """Records of fp8 and fp8 keys in the page tables of vllm-ascend (bf16)."""
+    options: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "max_model_len": 1024,
+        "additional_config": {"dsv4_triton": {"device_family": "a5", "geometry": "vllm-ascend"}},
+    }
+    folder = checkpoint("bfloat16")
+    with engine.engine(folder, **options) as plain, engine.engine(folder, **options, **speculation(3)) as drafting:
+        check_rows(plain, drafting, 3)
