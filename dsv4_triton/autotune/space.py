@@ -185,10 +185,11 @@ class Space:
         default = self.computed(family, key)
         if wanted is None or (trial.only is not None and trial.only != self.bucketed(key)):
             return Config(default)
-        if self.fits(family, key, wanted):
+        config = {**default, **wanted}
+        if self.fits(family, key, config):
             return Config(default)
         trial.used.add(self.name)
-        return Config({**default, **wanted})
+        return Config(config)
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from dsv4_triton.kernels.moe_plan import (
     moe_plan,
     moe_plan_workspace,
     place_block,
+    run_of_lanes,
     sum_before,
     tile_capacity,
     tiles_needed,
@@ -91,8 +92,8 @@ def _alone(pairs: int) -> int:
 
 def _default(family: Family, key: Key) -> dict[str, Any]:
     """ALONE: one launch, blocks of BS pairs, TILES tiles compared with all experts at once, LANES as in `moe_plan`."""
-    alone = key["pairs"] <= ALONE_PAIRS[-1]
-    return {"ALONE": alone, "BS": _BLOCK, "TILES": _BLOCK, "LANES": _BLOCK, **dict.fromkeys(buffering(family))}
+    alone, lanes = key["pairs"] <= ALONE_PAIRS[-1], run_of_lanes(family)
+    return {"ALONE": alone, "BS": _BLOCK, "TILES": _BLOCK, "LANES": lanes, **dict.fromkeys(buffering(family))}
 
 
 def _candidates(family: Family, key: Key) -> Choices:

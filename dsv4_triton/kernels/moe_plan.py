@@ -183,9 +183,14 @@ def _moe_place_kernel(
 def _default(family: Family, key: Key) -> dict[str, Any]:
     """CHUNK pairs a chunk, to balance comparing within a chunk with adding up the chunks' counts; few sizes to compile.
     BS of them are compared at once, and TILES tiles with all experts. LANES of experts are a run of `sum_before`."""
-    block_e = expert_block(key["experts"])
-    chunk = _chunk(key["pairs"], block_e)
-    return {"CHUNK": chunk, "BS": _BLOCK, "TILES": _BLOCK // 2, "LANES": _LANES, **dict.fromkeys(buffering(family))}
+    chunk, lanes = _chunk(key["pairs"], expert_block(key["experts"])), run_of_lanes(family)
+    return {"CHUNK": chunk, "BS": _BLOCK, "TILES": _BLOCK // 2, "LANES": lanes, **dict.fromkeys(buffering(family))}
+
+
+def run_of_lanes(family: Family) -> int:
+    """LANES by default: a whole vector where chains of operations stay in registers; elsewhere tiles of it would not
+    fit vector memory."""
+    return _LANES * _LANES if family.vector_registers else _LANES
 
 
 def _chunk(pairs: int, block_e: int) -> int:
