@@ -1,0 +1,101 @@
+"""`dsv4-triton tune`: requests that make no sense, a small run to its end, and carrying results to another machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from dsv4_triton.autotune import store
+from dsv4_triton.autotune.store import Entry, Found
+from dsv4_triton.cli import app
+
+ENTRY = Entry(
+    {"elements": 4096, "x": "float32", "y": "bfloat16"},
+    {"BLOCK": 1024, "multibuffer": None},
+    {"BLOCK": 512, "multibuffer": None},
+    Found("estimate", 1.0, 2.0, "muls_add flash/decode/b1", "Ascend910B2", "2026-01-31", {"triton-ascend": "0.1"}),
+)
+
+
+def tune(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["tune", *arguments], env={"COLUMNS": "200"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "a2, a3, a5 or host"),
+        (["--family", "a9"], "There are: a2, a3, a5, host"),
+        (["--family", "a2", "--kernel", "mul_add"], "did you mean 'muls_add'?"),
+        (["--family", "a2", "--kernel", "muls_add", "--case", "nope"], "There are: flash/decode/b1"),
+        (["--family", "a2", "--kernel", "muls_add", "--mode", "fast"], "neither 'offline' nor 'device'"),
+        (["--family", "a2", "--kernel", "muls_add", "--mode", "device"], "--mode offline"),
+        (["--family", "a2", "--kernel", "muls_add", "--json", "/nowhere/x.json"], "cannot be written"),
+        (["--family", "a2", "--kernel", "muls_add", "--out", "/dev/null/x"], "choose a folder with --out"),
+        (["show", "--family", "a9"], "There are: a2, a3, a5, host"),
+        (["show", "--kernel", "nope"], "muls_add"),
+        (["import", "/nowhere/x.json"], "cannot be read"),
+        (["export", "/nowhere/x.json"], "cannot be written"),
+    ],
+)
+def test_bad_requests_say_what_there_is(arguments: list[str], says: str, folder: Path) -> None:
+    result = tune(*arguments)
+    assert result.exit_code == 2 and says in " ".join(result.output.split())
+    assert not folder.exists(), "nothing is left behind"
+
+
+def test_a_run_writes_files_and_reports(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, page = tmp_path / "run.json", tmp_path / "run.html"
+    run = ["--family", "a2", "--kernel", "muls_add", "--case", "flash/decode/b16"]
+    result = tune(*run, "--json", str(data), "--html", str(page))
+    assert result.exit_code == 0, result.output
+    assert "by the estimate of docs/cost_model.md" in " ".join(result.output.split())
+    found = json.loads(data.read_text())
+    tries = found["results"][0]["tries"]
+    assert found["kind"] == "estimate" and found["family"] == "a2" and len(tries) == 12
+    assert found["rejected"] == {"fallback": 1} and tries[0]["config"] == found["results"][0]["default"]
+    assert found["results"][0]["roofline_microseconds"] <= min(t["microseconds"] for t in tries if t["fate"] == "ok")
+    text = page.read_text()
+    assert text.count("data:image/png;base64,") == 1 and "http" not in text
+    (entry,) = store.read(store.path(folder, "a2", "muls_add"), "a2", "muls_add")
+    assert entry.found.case == "muls_add flash/decode/b16" and entry.found.versions["triton-ascend"] != "0.1"
+    assert tune("verify", "--family", "a2", "--kernel", "muls_add").exit_code == 0
+
+
+def test_no_time_at_all_leaves_everything_for_later(folder: Path) -> None:
+    result = tune("--family", "a2", "--kernel", "muls_add", "--case", "flash/decode/b16", "--budget", "0")
+    assert "1 of 1 are left" in result.output and not folder.exists()
+
+
+def test_show_says_what_is_outdated_and_what_is_broken(folder: Path) -> None:
+    store.write(folder, "a2", "muls_add", [ENTRY])
+    result = tune("show", "--family", "a2")
+    assert result.exit_code == 0 and "triton-ascend 0.1 ->" in result.output and "BLOCK=1024" in result.output
+    store.path(folder, "a2", "muls_add").write_text("{")
+    result = tune("show", "--family", "a2")
+    assert result.exit_code == 1 and "muls_add.json" in result.output
+
+
+def test_verify_fails_for_what_no_longer_works(folder: Path) -> None:
+    config = {"BLOCK": 1 << 17, "multibuffer": None}
+    store.write(folder, "a2", "muls_add", [Entry(ENTRY.key, config, ENTRY.default, ENTRY.found)])
+    result = tune("verify", "--family", "a2", "--kernel", "muls_add")
+    assert result.exit_code == 1 and "1 problems" in result.output
+
+
+def test_export_and_import(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.write(folder, "a2", "muls_add", [ENTRY])
+    carried = tmp_path / "carried.json"
+    assert tune("export", str(carried)).exit_code == 0
+    other = tmp_path / "other"
+    assert tune("import", str(carried), "--out", str(other)).exit_code == 0
+    assert store.read(store.path(other, "a2", "muls_add"), "a2", "muls_add") == [ENTRY]
+    content = json.loads(carried.read_text())
+    content["entries"].append(content["entries"][0] | {"kernel": "nope"})
+    carried.write_text(json.dumps(content))
+    untouched = tmp_path / "untouched"
+    result = tune("import", str(carried), "--out", str(untouched))
+    assert result.exit_code == 2 and "entries[1].kernel is 'nope'" in result.output and not untouched.exists()
