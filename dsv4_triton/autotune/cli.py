@@ -145,7 +145,8 @@ def tune(
                 if found is not None and not console.is_terminal:
                     console.print(f"{done}/{len(wanted)} {found.target}: gain {found.gain:.2f}", highlight=False)
 
-            results = run(wanted, settings, say)
+            with _ended_like_ctrl_c():
+                results = run(wanted, settings, say)
         console.print(report.table(results, settings))
         console.print(report.summary(results, settings), highlight=False)
         if len(results) < len(wanted):
@@ -159,6 +160,18 @@ def tune(
         if html is not None:
             html.write_text(report.as_html(results, settings))
     raise typer.Exit(0 if all(one.winner is not None for one in results) else 1)
+
+
+@contextmanager
+def _ended_like_ctrl_c() -> Iterator[None]:
+    """A polite end from outside keeps what is done, too, and leaves no compiler behind."""
+    import signal
+
+    usual = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, usual)
 
 
 def _writable(folder: Path) -> None:

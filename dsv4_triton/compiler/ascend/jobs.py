@@ -1,7 +1,7 @@
 """Work in processes of its own: a crash, a hang or a lack of memory of one piece is an outcome, not an accident.
 
 Each piece of work is a function without arguments that returns bytes. It runs in a fork of this process, in a process
-group of its own, so that what it started dies with it.
+group of its own; what it started, work of its own included, is stopped with it.
 """
 
 from __future__ import annotations
@@ -73,10 +73,24 @@ class _Child:
         return Outcome("time", message=f"not done in {self.limit:g} s", seconds=time.monotonic() - self.begin)
 
     def stop(self) -> None:
+        for pid in (*_descendants(self._pid), self._pid):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._pid, signal.SIGKILL)
         self.process.join()
         self.receiver.close()
+
+
+def _descendants(pid: int) -> list[int]:
+    """Processes below `pid`, those of work that it shares out itself among them, which have groups of their own."""
+    found: list[int] = []
+    with suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/children") as children:
+                for child in map(int, children.read().split()):
+                    found += [*_descendants(child), child]
+    return found
 
 
 def _run(work: Callable[[], bytes], sender: Any) -> None:

@@ -74,6 +74,15 @@ class TestProcesses:
         assert time.monotonic() - begin < 15
         assert gone(int((tmp_path / "pid").read_text()))
 
+    def test_work_that_shares_out_work_ends_with_all_of_it(self, tmp_path):
+        def outer() -> bytes:
+            outcomes(lambda: sleeper(tmp_path), seconds=600.0)
+            return b""
+
+        (hang,) = outcomes(outer, seconds=3.0)
+        assert hang.fate == "time"
+        assert gone(int((tmp_path / "pid").read_text()))
+
     def test_an_interrupt_ends_all(self, tmp_path):
         def finish(index, outcome):
             raise KeyboardInterrupt
