@@ -77,7 +77,7 @@ class StepPlanner:
         source = (common.query_start_loc, common.seq_lens)
         same = self._source is not None and all(new is old for new, old in zip(source, self._source, strict=True))
         if self._step is None or again or not same or self._step.num_tokens != common.num_actual_tokens:
-            count = common.num_actual_tokens
+            count = int(common.num_actual_tokens)  # vLLM counts tokens without those of rejected drafts in numpy
             positions, token_req, n_vis4, n_vis128 = self._fields[:, :count]
             step_layout(
                 common.query_start_loc,

@@ -6,6 +6,7 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -137,5 +138,6 @@ def test_builder_takes_the_geometry_of_its_cache() -> None:
     common = batch(random.Random(4), 3)
     check(builder.build(0, common), common, 2, 128)
     common.seq_lens += 1
+    common.num_actual_tokens = np.int32(common.num_actual_tokens)  # as vLLM has it where no drafter's batch is padded
     check(builder.build_for_drafting(common, 1), common, 2, 128)
     assert builder.build(0, common).step.max_seq_len == common.max_seq_len
