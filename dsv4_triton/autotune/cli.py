@@ -185,14 +185,19 @@ def _writable(folder: Path) -> None:
 
 def _npu_there(name: str) -> None:
     """`ValueError` unless this machine has an NPU of the family."""
-    from dsv4_triton.device import family_of
+    from importlib.util import find_spec
 
+    from dsv4_triton.autotune.run import npu_name
+    from dsv4_triton.device import family_of_soc
+
+    if find_spec("torch_npu") is None:
+        raise ValueError("--mode device needs torch_npu and an NPU; without one use --mode offline")
     try:
-        import torch_npu  # noqa: F401
-    except ImportError:
-        raise ValueError("--mode device needs torch_npu and an NPU; without one use --mode offline") from None
-    if family_of("npu").name != name:
-        raise ValueError(f"this machine's NPU is of family {family_of('npu').name}, not {name}")
+        found = family_of_soc(npu_name())
+    except RuntimeError as error:
+        raise ValueError(str(error)) from None
+    if found.name != name:
+        raise ValueError(f"this machine's NPU is of family {found.name}, not {name}")
 
 
 @app.command()
@@ -264,12 +269,15 @@ def verify(
     """
     from dsv4_triton.autotune import shipped
     from dsv4_triton.autotune.trials import cores
+    from dsv4_triton.compiler.ascend.tools import tools_for
 
     console = Console()
     with reported(console):
         found, problems = shipped.lines(_families(family), _kernels(kernel))
         checked, lost = shipped.targets_of(line for line in found if not line.hidden)
         problems += [f"{line.family} {line.kernel} {line.entry.key}: {why}" for line, why in lost]
+        for arch in {target.family.arch for target, _ in checked} - {""}:
+            tools_for(arch)
         with progress_bar(console) as progress:
             for line, verdict in shipped.verify(checked, jobs=jobs or cores(), seconds=seconds, progress=progress):
                 if not verdict.ok:

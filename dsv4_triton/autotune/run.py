@@ -7,8 +7,10 @@ import json
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import date
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,15 @@ import dsv4_triton
 from dsv4_triton.autotune import store
 from dsv4_triton.autotune.search import Found, OutOfTimeError, check_cases, search
 from dsv4_triton.autotune.trials import Mode, Target, Verdict, check_on_host, try_all
-from dsv4_triton.compiler import cache
+from dsv4_triton.compiler.ascend.jobs import Outcome, run_all
+from dsv4_triton.compiler.cache import directory
 from dsv4_triton.device import FAMILIES, HOST, Family
 
 PACKAGES = ("dsv4-triton", "triton-ascend", "ascendnpu-ir", "torch", "torch_npu")
 _FAILURES = 3
 """So many winners of a target may fail the check before its default stays."""
+_LOST = ("crash", "time")
+"""Fates that a device without an answer has, too."""
 _SOURCES = ("kernels", "compiler", "bench/registry", "autotune")
 
 
@@ -48,6 +53,11 @@ class Settings:
         return "device" if self.family is HOST else self.mode
 
     @property
+    def on_device(self) -> bool:
+        """Whether tries run on a device, which can go away; this machine's own processor does not."""
+        return self.mode == "device" and self.family is not HOST
+
+    @property
     def kind(self) -> str:
         return "measured" if self.timed == "device" else "estimate"
 
@@ -67,20 +77,34 @@ def chip(family: Family, mode: Mode) -> str:
     """What the results are for: the chip of the offline compile, the device, or this machine's processor."""
     if family is HOST:
         return platform.processor() or platform.machine()
-    if mode == "offline":
-        return family.target
+    return family.target if mode == "offline" else npu_name()
+
+
+@cache
+def npu_name() -> str:
+    """The name of the first NPU, RuntimeError where there is none. A process of its own asks: torch_npu works in no
+    fork of a process that has used the device, and every try is one."""
+    found: list[Outcome] = []
+    run_all([_npu_name], 1, 120.0, lambda _, outcome: found.append(outcome), nullcontext())
+    if found[0].fate != "done" or not found[0].body:
+        raise RuntimeError(f"torch_npu does not say which NPU this machine has: {found[0].message or 'no answer'}")
+    return found[0].body.decode()
+
+
+def _npu_name() -> bytes:
     import torch_npu
 
-    return str(torch_npu.npu.get_device_name(0))
+    return str(torch_npu.npu.get_device_name(0)).encode()
 
 
 class Journal:
     """Verdicts on disk, a line each, so that an interrupted run can go on. Those of other sources or versions do not
-    count."""
+    count, nor do tries that crashed or hung on a device: it may have been at fault."""
 
     def __init__(self, settings: Settings):
-        self.file = cache.directory() / "tune" / f"{settings.family.name}-{settings.timed}.jsonl"
+        self.file = directory() / "tune" / f"{settings.family.name}-{settings.timed}.jsonl"
         self.stamp = _stamp()
+        self.forgiven = _LOST if settings.on_device else ()
         self.known: dict[tuple[str, str], Verdict] = {}
         self.file.parent.mkdir(parents=True, exist_ok=True)
         if settings.resume and self.file.exists():
@@ -91,7 +115,7 @@ class Journal:
         for line in self.file.read_text().splitlines():
             try:
                 one = json.loads(line)
-                if one["stamp"] == self.stamp:
+                if one["stamp"] == self.stamp and one["verdict"]["fate"] not in self.forgiven:
                     verdict = Verdict(**one["verdict"])
                     parts = {name: tuple(part) for name, part in verdict.parts.items()}
                     self.known[one["target"], _name(verdict.config)] = Verdict(**{**vars(verdict), "parts": parts})
@@ -186,7 +210,7 @@ class _Evaluate:
             seconds=self.settings.seconds, known=self.known, done=done,
         )  # fmt: skip
         ordered = [verdicts[i] for i in range(len(configs))]
-        if self.first and self.settings.timed == "device" and ordered[0].fate in ("crash", "time"):
+        if self.first and self.settings.on_device and ordered[0].fate in _LOST:
             raise DeviceLostError(f"{self.target} does not run with its default: {ordered[0].message}")
         self.first = False
         return ordered

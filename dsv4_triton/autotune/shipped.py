@@ -144,6 +144,6 @@ def import_from(file: Path, folder: Path) -> dict[tuple[str, str], int]:
 
 def _known(raw: Mapping[str, Any], name: str, there: Mapping[str, Any], file: Path, i: int) -> str:
     value = raw.get(name)
-    if value not in there:
+    if not isinstance(value, str) or value not in there:
         raise ConfigFileError(f"{file}: entries[{i}].{name} is {value!r}, expected one of {', '.join(sorted(there))}")
     return str(value)

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import itertools
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from dsv4_triton.autotune.store import lookup
+from dsv4_triton.autotune.store import ConfigWarning, lookup, source
 from dsv4_triton.device import Family
 
 Key = Mapping[str, Any]
@@ -90,6 +91,22 @@ def products(family: Family) -> Choices:
     return {"unit_flag": (None, True), **({"multibuffer": (None, True)} if family.vector_registers else {})}
 
 
+_MOST_KNOWN = 1 << 14
+"""Answers that are kept: sizes such as the longest context grow with every step of a server that runs for months."""
+
+
+def _unlike(config: Mapping[str, Any], default: Mapping[str, Any]) -> str:
+    """ "" or what parameters from a file have that those of the kernel have not: other names or types. A default of
+    None says nothing of a type, and options of the compiler may be left out."""
+    if config.keys() != default.keys():
+        return f"has {', '.join(config)}, expected {', '.join(default)}"
+    for name, value in config.items():
+        free = default[name] is None or (value is None and not name.isupper())
+        if not free and type(value) is not type(default[name]):
+            return f"has {name} {value!r}, expected the kind of {default[name]!r}"
+    return ""
+
+
 _trial: Trial | None = None
 _lock = threading.Lock()
 DECLARED: dict[str, Space] = {}
@@ -123,6 +140,7 @@ class Space:
         self.buckets = tuple(buckets)
         self._fits = fits
         self._known: dict[tuple[Any, ...], Config] = {}
+        self._warned: set[str] = set()
         DECLARED[name] = self
 
     def __call__(self, family: Family, **key: Any) -> Config:
@@ -132,6 +150,8 @@ class Space:
         at = (family, *key.values())
         known = self._known.get(at)
         if known is None:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
             known = self._known[at] = self._found(family, key)
         return known
 
@@ -167,9 +187,19 @@ class Space:
         for at in self._buckets_of(key):
             config = lookup(family.name, self.name, at)
             if config is not None:
-                usable = config.keys() == default.keys() and not self.fits(family, key, config)
+                if config and (problem := _unlike(config, default)):
+                    self._warn(family, at, problem)
+                    return Config(default)
+                usable = config and not self.fits(family, key, config)
                 return Config(config if usable else default)  # {} is the default too
         return Config(default)
+
+    def _warn(self, family: Family, at: Key, problem: str) -> None:
+        """Once for each kernel and family: its entry `at` is of another time."""
+        if family.name not in self._warned:
+            self._warned.add(family.name)
+            file = source(family.name, self.name, at)
+            warnings.warn(f"{file}: config of {dict(at)} {problem}; it is left out", ConfigWarning, stacklevel=4)
 
     def _buckets_of(self, key: Key) -> Iterator[dict[str, Any]]:
         """The key of the bucket, then those of the next smaller one of each size."""

@@ -25,6 +25,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -113,6 +114,15 @@ def _table(family: str, kernel: str) -> dict[tuple[tuple[str, Any], ...], dict[s
             continue
         found |= {entry.at: entry.config or {} for entry in entries}
     return found
+
+
+def source(family: str, kernel: str, key: Mapping[str, Any]) -> Path:
+    """The file that `lookup` has this key from: the user's where that has it, else the shipped one."""
+    first, second = (path(folder, family, kernel) for folder in folders())
+    with suppress(ConfigFileError):
+        if any(entry.at == _at(key) for entry in read(first, family, kernel)):
+            return first
+    return second
 
 
 def forget() -> None:

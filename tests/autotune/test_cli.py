@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 from dsv4_triton.autotune import store
 from dsv4_triton.autotune.store import Entry, Found
 from dsv4_triton.cli import app
+from dsv4_triton.compiler.ascend import tools
 
 ENTRY = Entry(
     {"elements": 4096, "x": "float32", "y": "bfloat16"},
@@ -86,6 +87,16 @@ def test_verify_fails_for_what_no_longer_works(folder: Path) -> None:
     assert result.exit_code == 1 and "1 problems" in result.output
 
 
+def test_verify_without_a_compiler_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(arch: str) -> None:
+        raise tools.ToolMissingError(f"the compiler of {arch} is missing")
+
+    monkeypatch.setattr(tools, "tools_for", missing)
+    store.write(folder, "a2", "muls_add", [ENTRY])
+    result = tune("verify", "--family", "a2", "--kernel", "muls_add")
+    assert result.exit_code == 2 and result.output.strip() == "error: the compiler of c220 is missing"
+
+
 def test_export_and_import(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store.write(folder, "a2", "muls_add", [ENTRY])
     carried = tmp_path / "carried.json"
@@ -94,8 +105,10 @@ def test_export_and_import(folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert tune("import", str(carried), "--out", str(other)).exit_code == 0
     assert store.read(store.path(other, "a2", "muls_add"), "a2", "muls_add") == [ENTRY]
     content = json.loads(carried.read_text())
-    content["entries"].append(content["entries"][0] | {"kernel": "nope"})
-    carried.write_text(json.dumps(content))
     untouched = tmp_path / "untouched"
-    result = tune("import", str(carried), "--out", str(untouched))
-    assert result.exit_code == 2 and "entries[1].kernel is 'nope'" in result.output and not untouched.exists()
+    for kernel in ("nope", ["muls_add"]):
+        foreign = content | {"entries": [*content["entries"], content["entries"][0] | {"kernel": kernel}]}
+        carried.write_text(json.dumps(foreign))
+        result = tune("import", str(carried), "--out", str(untouched))
+        assert result.exit_code == 2 and f"entries[1].kernel is {kernel!r}" in result.output
+        assert not untouched.exists()

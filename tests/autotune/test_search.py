@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -170,7 +174,37 @@ def test_a_default_that_fails_leaves_no_entry(
     assert found.winner is None and not store.path(folder, "host", "made").exists()
 
 
-def test_a_lost_device_ends_the_run(settings: Settings, made: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_device_ends_the_run_and_the_next_one_tries_again(
+    settings: Settings, made: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, on_npu = target(made), Settings(A2, "device", settings.folder, jobs=1)
+    monkeypatch.setattr(runs, "npu_name", lambda: "Ascend910B2")
     fake(monkeypatch, lambda config: Verdict(config, "crash", "no device"))
     with pytest.raises(DeviceLostError, match=r"made demo/.* does not run with its default: no device"):
-        runs.run([Target(made, HOST, {"tokens": 1, "width": 96}, CASE)], settings, lambda *_: None)
+        runs.run([one], on_npu, lambda *_: None)
+    fake(monkeypatch, good)
+    (found,) = runs.run([one], replace(on_npu, resume=True), lambda *_: None)
+    assert found.gain == 4.0, "what crashed without a device is no finding about the candidate"
+
+
+def test_a_default_that_crashes_on_the_host_costs_its_kernel_alone(
+    settings: Settings, made: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake(monkeypatch, lambda config: Verdict(config, "crash", "no memory") if config["BLOCK"] == 8 else good(config))
+    both = [Target(made, HOST, {"tokens": tokens, "width": 96}, CASE) for tokens in (1, 2)]
+    first, second = runs.run(both, settings, lambda *_: None)
+    assert first.default.fate == "crash" and second.default.ok
+
+
+def test_an_npu_is_asked_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has used the device cannot fork tries that use it."""
+    fork = ModuleType("torch_npu")
+    fork.npu = SimpleNamespace(get_device_name=lambda _: f"by {os.getpid()}")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch_npu", fork)
+    runs.npu_name.cache_clear()
+    name = runs.npu_name()
+    runs.npu_name.cache_clear()
+    assert name.startswith("by ") and name != f"by {os.getpid()}"
+    monkeypatch.setitem(sys.modules, "torch_npu", None)
+    with pytest.raises(RuntimeError, match="does not say which NPU"):
+        runs.npu_name()

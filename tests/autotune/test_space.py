@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from dsv4_triton.autotune import space as spaces_module
 from dsv4_triton.autotune import store
 from dsv4_triton.autotune.search import spaces
 from dsv4_triton.autotune.space import Space, bucket, trial
@@ -78,10 +79,31 @@ def test_parameters_that_do_not_fit_other_sizes_of_the_bucket(folder: Path, made
     assert ask(made, 2, width=48)["BLOCK"] == 16, "48 is in the bucket of 64, but 32 does not divide it"
 
 
-def test_outdated_parameters(folder: Path, made: Space) -> None:
-    key = {"tokens": 2, "width": 64, "dtype": "bfloat16"}
-    store.write(folder, "a2", "made", [Entry(key, {"TILE": 32}, {"TILE": 8}, FOUND)])
-    assert ask(made, 2) == {"BLOCK": 16, "multibuffer": None}
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"TILE": 32}, "has TILE, expected BLOCK, multibuffer"),
+        ({"BLOCK": "32", "multibuffer": None}, "has BLOCK '32', expected the kind of 16"),
+        ({"BLOCK": None, "multibuffer": None}, "has BLOCK None, expected the kind of 16"),
+        ({"BLOCK": True, "multibuffer": None}, "has BLOCK True, expected the kind of 16"),
+    ],
+)
+def test_outdated_parameters_cost_one_warning(folder: Path, made: Space, config: dict[str, Any], says: str) -> None:
+    """Parameters of other names or types than the kernel has now."""
+    keys = [{"tokens": tokens, "width": 64, "dtype": "bfloat16"} for tokens in (2, 4)]
+    file = store.write(folder, "a2", "made", [Entry(key, config, dict.fromkeys(config, 8), FOUND) for key in keys])
+    with pytest.warns(ConfigWarning, match=f"{file}: config of .* {says}") as caught:
+        assert ask(made, 2) == {"BLOCK": 16, "multibuffer": None}
+        assert ask(made, 4) == {"BLOCK": 32, "multibuffer": None}
+    assert len(caught) == 1
+
+
+def test_answers_that_are_kept_are_bounded(folder: Path, made: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest context of a server is part of some keys and grows with every step."""
+    monkeypatch.setattr(spaces_module, "_MOST_KNOWN", 8)
+    for tokens in range(1, 50):
+        assert made(A2, tokens=tokens, width=1 << 20, dtype=torch.float32)["BLOCK"] == 8 * bucket(tokens)
+        assert len(made._known) <= 8
 
 
 def test_the_users_file_goes_before_the_shipped_one(folder: Path, made: Space) -> None:
