@@ -15,7 +15,7 @@ from dsv4_triton.config import HEAD_DIM
 from dsv4_triton.kernels._workspace import Part, workspace_bytes
 from dsv4_triton.kernels.hc_head import hc_head_workspace
 from dsv4_triton.kernels.hc_post_pre import hc_post_pre_workspace
-from dsv4_triton.kernels.indexer_topk import MAX_TILE, indexer_topk_workspace
+from dsv4_triton.kernels.indexer_topk import MIN_TILE, indexer_topk_workspace
 from dsv4_triton.kernels.moe_experts import moe_experts_workspace
 from dsv4_triton.kernels.o_proj import o_proj_workspace
 from dsv4_triton.kernels.sparse_attention import sparse_attention_workspace
@@ -44,13 +44,12 @@ def scores(tokens: int, entries: int) -> list[Part]:
 def indexer_workspace(tokens: int, entries: int, k: int) -> int:
     """Bytes for the scores and the top-k of steps of up to `tokens` tokens and up to `entries` entries.
 
-    With fewer entries more tokens make a run, so the most is needed just above a number of whole tiles, or at the end.
+    With fewer entries more tokens make a run, so the top-k needs the most just above a number of whole tiles, or at the
+    end; the scores of a run are bounded by themselves.
     """
-    need = 0
-    for count in (*range(1, entries, MAX_TILE), entries):
-        run = min(tokens, score_run(count))
-        need = max(need, workspace_bytes(scores(run, count)) + indexer_topk_workspace(run, count, k))
-    return need
+    held = min(workspace_bytes(scores(tokens, entries)), workspace_bytes(scores(1, max(entries, SCORE_BYTES // 4))))
+    counts = (*range(1, entries, MIN_TILE), entries)
+    return held + max(indexer_topk_workspace(min(tokens, score_run(count)), count, k) for count in counts)
 
 
 def step_workspace(
