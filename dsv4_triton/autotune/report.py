@@ -60,6 +60,7 @@ def roofline(one: Found) -> float | None:
 def table(found: Sequence[Found], settings: Settings) -> Any:
     """A rich table, a line for each kernel and size."""
     from rich.table import Table
+    from rich.text import Text
 
     what = "estimated" if settings.kind == "estimate" else "measured"
     title = f"{settings.family.title}: {what} microseconds of the op, default and winner"
@@ -73,7 +74,7 @@ def table(found: Sequence[Found], settings: Settings) -> Any:
         result.add_row(
             one.target.space.name, one.target.case.name, str(len(one.verdicts)), _number(default.microseconds),
             _number(winner.microseconds) if winner else "", f"{one.gain:.2f}", "" if least is None else _number(least),
-            difference(winner.config, default.config) if winner else f"{default.fate}: {default.message[:90]}",
+            Text(difference(winner.config, default.config) if winner else f"{default.fate}: {default.message[:90]}"),
         )  # fmt: skip
     return result
 

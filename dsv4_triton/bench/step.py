@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from dsv4_triton.backend.geometry import overlap
 from dsv4_triton.bench.measure import Times, alternate
@@ -232,7 +233,7 @@ def print_layer(one: LayerRows, model: str, where: str, console: Console) -> Non
         table.add_column(heading, justify="right")
     for row in one.rows:
         if row.problem and not row.seconds:
-            table.add_row(row.stage.part, row.stage.name, f"[red]{row.problem}[/red]")
+            table.add_row(row.stage.part, row.stage.name, Text(row.problem, "red"))
             continue
         share = f"{100 * row.seconds / one.seconds:.0f} %"
         roofline = f"{100 * row.limit_seconds / row.seconds:.0f} %"

@@ -11,9 +11,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from dsv4_triton.autotune import report, store
 from dsv4_triton.autotune import run as runs
-from dsv4_triton.autotune import store
 from dsv4_triton.autotune.run import DeviceLostError, Settings
 from dsv4_triton.autotune.search import OutOfTimeError, search, targets
 from dsv4_triton.autotune.space import Space
@@ -190,10 +191,20 @@ def test_a_lost_device_ends_the_run_and_the_next_one_tries_again(
 def test_a_default_that_crashes_on_the_host_costs_its_kernel_alone(
     settings: Settings, made: Space, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake(monkeypatch, lambda config: Verdict(config, "crash", "no memory") if config["BLOCK"] == 8 else good(config))
+    def verdict(config: dict[str, Any]) -> Verdict:
+        return Verdict(config, "crash", "[/tmp/a.mlir]") if failing else good(config)
+
+    fake(monkeypatch, verdict)
     both = [Target(made, HOST, {"tokens": tokens, "width": 96}, CASE) for tokens in (1, 2)]
-    first, second = runs.run(both, settings, lambda *_: None)
-    assert first.default.fate == "crash" and second.default.ok
+    failing = True
+    (first, *_) = runs.run(both[:1], settings, lambda *_: None)
+    failing = False
+    (second, *_) = runs.run(both[1:], settings, lambda *_: None)
+    assert first.winner is None and second.winner is not None
+    console = Console(width=200)
+    with console.capture() as printed:
+        console.print(report.table([first, second], settings))
+    assert "crash: [/tmp/a.mlir]" in printed.get(), "what a compiler says is no markup"
 
 
 def test_an_npu_is_asked_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:

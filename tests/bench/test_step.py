@@ -7,13 +7,26 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from dsv4_triton.bench.launches import layer_launches
 from dsv4_triton.bench.measure import Machine
 from dsv4_triton.bench.registry import Case
 from dsv4_triton.bench.run import OURS, Bench, Figure, Times, device_named
-from dsv4_triton.bench.step import KINDS, Product, Row, Stage, cases_of, estimated, layer, layers, measured
+from dsv4_triton.bench.step import (
+    KINDS,
+    LayerRows,
+    Product,
+    Row,
+    Stage,
+    cases_of,
+    estimated,
+    layer,
+    layers,
+    measured,
+    print_layer,
+)
 from dsv4_triton.cli import app
 from dsv4_triton.device import A2
 from dsv4_triton.offline import record
@@ -64,6 +77,15 @@ def test_shared_stages_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not any(one.ok for one in found), "a stage that failed its check is a failure of the layer"
     (row,) = [row for row in found[0].rows if row.stage.name == "o_proj"]
     assert row.seconds == 0 and "values differ" in row.problem
+
+
+def test_a_problem_is_printed_as_it_is() -> None:
+    """Compilers name files in brackets, which are no markup."""
+    row = Row(layer("demo", "decode", "window")[0], problem="failed: [/tmp/a.mlir]")
+    console = Console(width=200)
+    with console.capture() as printed:
+        print_layer(LayerRows("decode", "window", 7, (row,)), "demo", "host", console)
+    assert "failed: [/tmp/a.mlir]" in printed.get()
 
 
 def test_estimates_say_so() -> None:
