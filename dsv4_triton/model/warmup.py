@@ -45,6 +45,13 @@ def shapes(max_tokens: int, max_requests: int, max_context: int) -> Iterator[Ste
                 yield StepShape(tokens, count, context)
 
 
+def layouts(max_tokens: int, max_requests: int) -> Iterator[StepShape]:
+    """Steps that reach every choice of `step_layout`, which alone goes by the number of requests on every family."""
+    for tokens in _powers(max_tokens):
+        for count in _powers(min(tokens, max_requests)):
+            yield StepShape(tokens, count, 1)
+
+
 def _powers(limit: int) -> list[int]:
     """Powers of two below `limit`, and `limit`."""
     return [1 << i for i in range(limit.bit_length()) if 1 << i < limit] + [limit]
@@ -53,11 +60,12 @@ def _powers(limit: int) -> list[int]:
 def warm_up(runner: Any) -> int:
     """Compile for all steps that the limits of vLLM's model runner let through; the number of specialisations."""
     scheduler, begin = runner.vllm_config.scheduler_config, time.monotonic()
-    wanted = list(
-        shapes(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, runner.vllm_config.model_config.max_model_len)
-    )
+    limits = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    wanted = list(shapes(*limits, runner.vllm_config.model_config.max_model_len))
     said = begin
     with torch.inference_mode(), compiling() as found:
+        for shape in layouts(*limits):
+            _metadata(runner, shape)
         for number, shape in enumerate(wanted):
             _step(runner, shape)
             if time.monotonic() - said > _SAY_SECONDS:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from dsv4_triton.autotune.space import bucket
 from dsv4_triton.compiler.host.launch import Launcher
-from dsv4_triton.model.warmup import shapes
+from dsv4_triton.model.warmup import layouts, shapes
 from tests.model.engine import engine, prompt
 
 LIMITS = {"max_model_len": 640, "max_num_batched_tokens": 48, "max_num_seqs": 4}
@@ -23,6 +24,11 @@ def test_shapes_are_the_powers_of_two_up_to_the_limits() -> None:
     assert {s.requests for s in found if s.tokens == 64} == {1, 8}
     assert {s.requests for s in found if s.tokens == 4} == {1, 4}
     assert max(s.context for s in shapes(1, 1, 1 << 20)) == 1 << 20
+
+
+def test_layouts_reach_every_bucket_of_tokens_and_requests() -> None:
+    reached = {(bucket(s.tokens), bucket(s.requests)) for s in layouts(100, 6)}
+    assert reached == {(bucket(t), bucket(r)) for t in range(1, 101) for r in range(1, min(t, 6) + 1)}
 
 
 @pytest.mark.parametrize("family", ["host", "a2"])
