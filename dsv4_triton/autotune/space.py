@@ -158,9 +158,12 @@ class Space:
     def computed(self, family: Family, key: Key) -> dict[str, Any]:
         """The default of the key's bucket, so that few different ones are compiled; where that does not fit, that of
         the key itself."""
-        rounded = {name: bucket(v) if name in self.buckets else v for name, v in key.items()}
-        config = dict(self.default(family, rounded))
+        config = dict(self.default(family, self._rounded(key)))
         return dict(self.default(family, key)) if self.fits(family, key, config) else config
+
+    def _rounded(self, key: Key) -> dict[str, Any]:
+        """The largest key of the bucket."""
+        return {name: bucket(v) if name in self.buckets else v for name, v in key.items()}
 
     def fits(self, family: Family, key: Key, config: Mapping[str, Any]) -> str:
         """ "" or why `config` cannot be used for these sizes."""
@@ -191,6 +194,8 @@ class Space:
                     self._warn(family, at, problem)
                     return Config(default)
                 usable = config and not self.fits(family, key, config)
+                if usable and at != self.bucketed(key):  # for the whole bucket or not at all, as the warm-up expects
+                    usable = not self.fits(family, self._rounded(key), config)
                 return Config(config if usable else default)  # {} is the default too
         return Config(default)
 

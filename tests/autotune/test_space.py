@@ -79,6 +79,14 @@ def test_parameters_that_do_not_fit_other_sizes_of_the_bucket(folder: Path, made
     assert ask(made, 2, width=48)["BLOCK"] == 16, "48 is in the bucket of 64, but 32 does not divide it"
 
 
+def test_parameters_of_a_smaller_bucket_are_for_a_whole_bucket(folder: Path, made: Space) -> None:
+    """The warm-up asks for its largest size alone, so that no other size may get something else."""
+    made._fits = lambda family, key, config: "too many" if key["tokens"] * config["BLOCK"] > 64 * 24 else ""
+    store.write(folder, "a2", "made", [entry(32, 32)])
+    assert ask(made, 32)["BLOCK"] == 32
+    assert 32 not in [ask(made, tokens)["BLOCK"] for tokens in (33, 48, 64)], "33 and 48 it would fit, 64 not"
+
+
 @pytest.mark.parametrize(
     ("config", "says"),
     [
