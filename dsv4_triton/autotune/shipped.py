@@ -33,8 +33,8 @@ class Line:
 
     @property
     def old(self) -> str:
-        """What has changed since it was found: packages with another version now, kernels or parameters that are gone;
-        "" when nothing has."""
+        """What has changed since it was found: packages with another version now, or a kernel that is gone; "" when
+        nothing has."""
         if self.kernel not in spaces():
             return "there is no such kernel any more"
         now, then = versions(), self.entry.found.versions
