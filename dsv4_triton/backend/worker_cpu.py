@@ -32,7 +32,9 @@ class HostWorker(CPUWorker):
 
     def init_device(self) -> None:
         host.install()
-        self.family = Serving.of(self.vllm_config).choices.family
+        # Only here: later vLLM has its own block size in the config.
+        serving = Serving.of(self.vllm_config)
+        self.family, self.warm_up = serving.choices.family, serving.options.warm_up == "on"
         super().init_device()
         mend_rejection_sampler()
 
@@ -40,7 +42,7 @@ class HostWorker(CPUWorker):
 
     @_as_family
     def compile_or_warm_up_model(self) -> Any:
-        if Serving.of(self.vllm_config).options.warm_up == "on":
+        if self.warm_up:
             self.model_runner.model.warm_up(self.model_runner)
         return super().compile_or_warm_up_model()
 

@@ -112,7 +112,8 @@ def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:
     experts = expert_block(key["experts"])
     if pairs > _MOST_ALONE or _alone(pairs) % block or experts % lanes:
         return f"one launch is for at most {_MOST_ALONE} pairs, in blocks and runs that divide pairs and experts"
-    wide = max(block * max(experts, _alone(pairs)), (tiles + lanes) * experts)
+    held = 0 if family.vector_registers else lanes
+    wide = max(block * max(experts, _alone(pairs)), (tiles + held) * experts)
     fits = wide * 8 + key["width"] * key["dtype"].itemsize <= family.ub_bytes
     return "" if fits else f"blocks of {block} pairs, {tiles} tiles and runs of {lanes} do not fit"
 

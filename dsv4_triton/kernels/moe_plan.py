@@ -224,14 +224,15 @@ def _candidates(family: Family, key: Key) -> Choices:
 
 
 def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:
-    """Scratch is for chunks of at least 64 pairs; two fp32 tiles of what is compared at once."""
+    """Scratch is for chunks of at least 64 pairs; two fp32 tiles of what is compared at once, runs of a prefix sum only
+    where they are not kept in registers."""
     chunk, block, tiles, lanes = config["CHUNK"], config["BS"], config["TILES"], config["LANES"]
     if chunk < _MIN_CHUNK or chunk % block:
         return f"CHUNK {chunk} is less than {_MIN_CHUNK} or no multiple of {block}"
     experts = expert_block(key["experts"])
     if experts % lanes:
         return f"LANES {lanes} does not divide {experts} lanes"
-    wide = max(block * max(experts, chunk), (tiles + lanes) * experts)
+    wide = max(block * max(experts, chunk), (tiles + (0 if family.vector_registers else lanes)) * experts)
     return "" if wide * 8 <= family.ub_bytes else f"blocks of {block} pairs and {tiles} tiles do not fit"
 
 

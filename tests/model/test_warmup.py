@@ -31,9 +31,9 @@ def test_layouts_reach_every_bucket_of_tokens_and_requests() -> None:
     assert reached == {(bucket(t), bucket(r)) for t in range(1, 101) for r in range(1, min(t, 6) + 1)}
 
 
-@pytest.mark.parametrize("family", ["host", "a2"])
+@pytest.mark.parametrize(("family", "geometry"), [("host", "fine"), ("a2", "vllm-ascend")])
 def test_mixed_traffic_compiles_nothing(
-    family: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    family: str, geometry: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm import SamplingParams
 
@@ -44,7 +44,7 @@ def test_mixed_traffic_compiles_nothing(
         compiled.append(self.name)
         return compile_one(self, *arguments)
 
-    options = {"dsv4_triton": {"warm_up": "on", "device_family": family}}
+    options = {"dsv4_triton": {"warm_up": "on", "device_family": family, "geometry": geometry}}
     dtype = "float32" if family == "host" else "bfloat16"
     with engine(checkpoint(dtype), dtype=dtype, **LIMITS, additional_config=options) as llm:
         monkeypatch.setattr(Launcher, "_compile", counted)

@@ -1,4 +1,5 @@
-"""One server for all serving tests: the demo checkpoint in fp32 under `vllm serve`, exactly as a user starts it."""
+"""One server for all serving tests: the demo checkpoint in fp32 under `vllm serve`, as a user starts it but for the
+warm-up, which would compile more than the tests use."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     port = free_port()
     command = server_command(folder / "model", dtype="float32", port=port)
     command += ["--max-model-len", "2048", "--enable-prompt-tokens-details"]
+    command += ["--additional-config", '{"dsv4_triton": {"warm_up": "off"}}']
     running = Server(command, port=port, log=folder / "server.log")
     try:
         deadline = time.monotonic() + START_SECONDS
