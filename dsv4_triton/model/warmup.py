@@ -36,13 +36,17 @@ class StepShape(NamedTuple):
 
 
 def shapes(max_tokens: int, max_requests: int, max_context: int) -> Iterator[StepShape]:
-    """Steps that reach every choice: decode, one request, and as many requests as there may be."""
+    """Steps that reach every choice: decode, one request, and as many requests as there may be.
+
+    The longest sequence holds at least its share of the step's tokens, of which there are more than half as many.
+    """
     contexts = [*_powers(max_context), *range(2 * _LONG, max_context, _LONG)]
     for tokens in _powers(max_tokens):
         requests = sorted({1, min(tokens, max_requests)})
         for count in requests:
             for context in sorted(set(contexts)):
-                yield StepShape(tokens, count, context)
+                if context * count > tokens // 2:
+                    yield StepShape(tokens, count, context)
 
 
 def layouts(max_tokens: int, max_requests: int) -> Iterator[StepShape]:

@@ -24,6 +24,9 @@ def test_shapes_are_the_powers_of_two_up_to_the_limits() -> None:
     assert {s.requests for s in found if s.tokens == 64} == {1, 8}
     assert {s.requests for s in found if s.tokens == 4} == {1, 4}
     assert max(s.context for s in shapes(1, 1, 1 << 20)) == 1 << 20
+    # 33 to 64 tokens of one request are a sequence of at least 33; of 8 requests one has at least 5.
+    assert min(s.context for s in found if s.tokens == 64 and s.requests == 1) == 64
+    assert min(s.context for s in found if s.tokens == 64 and s.requests == 8) == 8
 
 
 def test_layouts_reach_every_bucket_of_tokens_and_requests() -> None:
