@@ -192,7 +192,7 @@ def test_a_default_that_crashes_on_the_host_costs_its_kernel_alone(
     settings: Settings, made: Space, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def verdict(config: dict[str, Any]) -> Verdict:
-        return Verdict(config, "crash", "[/tmp/a.mlir]") if failing else good(config)
+        return Verdict(config, "crash", "[/some/a.mlir]") if failing else good(config)
 
     fake(monkeypatch, verdict)
     both = [Target(made, HOST, {"tokens": tokens, "width": 96}, CASE) for tokens in (1, 2)]
@@ -204,7 +204,7 @@ def test_a_default_that_crashes_on_the_host_costs_its_kernel_alone(
     console = Console(width=200)
     with console.capture() as printed:
         console.print(report.table([first, second], settings))
-    assert "crash: [/tmp/a.mlir]" in printed.get(), "what a compiler says is no markup"
+    assert "crash: [/some/a.mlir]" in printed.get(), "what a compiler says is no markup"
 
 
 def test_an_npu_is_asked_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,11 +81,11 @@ def test_shared_stages_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_problem_is_printed_as_it_is() -> None:
     """Compilers name files in brackets, which are no markup."""
-    row = Row(layer("demo", "decode", "window")[0], problem="failed: [/tmp/a.mlir]")
+    row = Row(layer("demo", "decode", "window")[0], problem="failed: [/some/a.mlir]")
     console = Console(width=200)
     with console.capture() as printed:
         print_layer(LayerRows("decode", "window", 7, (row,)), "demo", "host", console)
-    assert "failed: [/tmp/a.mlir]" in printed.get()
+    assert "failed: [/some/a.mlir]" in printed.get()
 
 
 def test_estimates_say_so() -> None:
