@@ -12,18 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 from rich.console import Console
 
-from dsv4_triton.console import print_error, progress_bar, refuse_unwritable
+from dsv4_triton.console import command_group, print_error, progress_bar, refuse_unwritable
 
 if TYPE_CHECKING:
     from dsv4_triton.bench.registry import Case
     from dsv4_triton.bench.step import LayerRows
 
-app = typer.Typer(
-    add_completion=False,
-    invoke_without_command=True,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = command_group()
 
 # Typer evaluates annotations, on Python 3.10 too.
 Names = Optional[list[str]]  # noqa: UP045

@@ -7,11 +7,22 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 
 Progress = Callable[[int, int, str], None]
 """Called with what is done, the total and a description."""
+
+
+def command_group() -> typer.Typer:
+    """A command with sub-commands that does something itself when none is named."""
+    return typer.Typer(
+        add_completion=False,
+        invoke_without_command=True,
+        rich_markup_mode="rich",
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
 
 
 def print_error(console: Console, error: object, label: str = "error") -> None:
