@@ -20,6 +20,16 @@ def _seed(request: pytest.FixtureRequest) -> None:
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
 
 
+_SET_NUM_THREADS = torch.set_num_threads
+
+
+@pytest.fixture(autouse=True)
+def _threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's CPU worker replaces torch.set_num_threads by a function that does nothing, for the whole process. Work in
+    a fork needs the real one: OpenMP's threads have stayed behind in the parent, and waiting for them never ends."""
+    monkeypatch.setattr(torch, "set_num_threads", _SET_NUM_THREADS)
+
+
 @pytest.fixture(scope="session")
 def host_driver():
     """Install the host driver for Triton kernels on CPU tensors for the session; with DSV4_TRITON_TEST_DEVICE=cuda
