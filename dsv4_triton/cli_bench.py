@@ -181,7 +181,9 @@ def _measure(
         for change in worse:
             print_error(console, change, "worse")
         console.print(f"{len(compared)} pairs compared, {len(worse)} worse by more than {threshold:.0%}")
-        status = status or int(bool(worse))
+        if not compared:
+            print_error(console, f"no case that was measured is in {baseline}")
+        status = status or int(bool(worse) or not compared)
     return status or int(not found.ok)
 
 

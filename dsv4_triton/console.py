@@ -42,9 +42,18 @@ def refuse_unwritable(targets: Iterable[Path | None]) -> None:
 @contextmanager
 def progress_bar(console: Console) -> Iterator[Progress]:
     """A bar while it works, on terminals."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
+    times = TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
+    columns = SpinnerColumn(), BarColumn(), MofNCompleteColumn(), *times, TextColumn("{task.description}")
     with Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
         task = bar.add_task("")
         yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)

@@ -36,7 +36,7 @@ Seconds = Annotated[float, typer.Option(min=1.0, help="Time for one try.")]
 @contextmanager
 def reported(console: Console) -> Iterator[None]:
     """Errors that a request can cause become one line and status 2; a lost device too, with status 1."""
-    from dsv4_triton.autotune.run import DeviceLostError
+    from dsv4_triton.autotune.run import BusyError, DeviceLostError
     from dsv4_triton.autotune.store import ConfigFileError
     from dsv4_triton.bench.registry import RegistryError
     from dsv4_triton.compiler.ascend.tools import ToolMissingError
@@ -46,7 +46,7 @@ def reported(console: Console) -> Iterator[None]:
     except DeviceLostError as error:
         print_error(console, f"{error}. What was found before is kept; go on with --resume")
         raise typer.Exit(1) from None
-    except (ValueError, OSError, ConfigFileError, RegistryError, ToolMissingError) as error:
+    except (ValueError, OSError, BusyError, ConfigFileError, RegistryError, ToolMissingError) as error:
         print_error(console, error)
         raise typer.Exit(2) from None
 
@@ -83,6 +83,12 @@ def tune(
         Optional[float],  # noqa: UP045
         typer.Option(min=0.0, metavar="MINUTES", help="Stop after so long. Default: when all is tried."),
     ] = None,
+    tries: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(
+            min=1, metavar="N", help="At most so many configurations for each size. Default: the search ends it."
+        ),
+    ] = None,
     jobs: Jobs = None,
     seconds: Seconds = 300.0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an earlier run of the same family.")] = False,
@@ -99,7 +105,8 @@ def tune(
     Every configuration of a kernel's space that can fit is tried in a process of its own. It must compile for the
     family without a fallback, fit the memories, link, and give the reference's results on the host; then the fastest
     wins, if it is at least 1 % faster than the default. Results are merged into config files that serving reads. Ctrl-C
-    keeps what is done, and [bold]--resume[/bold] goes on from there.
+    keeps what is done, and [bold]--resume[/bold] goes on from there. The exit status is 1 when not even the default of
+    a kernel passed, and 130 after Ctrl-C.
     """
     if context.invoked_subcommand is not None:
         return
@@ -129,7 +136,7 @@ def tune(
         if html is not None:
             import matplotlib as _  # noqa: F401  known to be there before minutes of work
         settings = Settings(
-            chosen, cast(Literal["offline", "device"], mode), folder, jobs or cores(), budget, seconds, resume
+            chosen, cast(Literal["offline", "device"], mode), folder, jobs or cores(), budget, tries, seconds, resume
         )
         with progress_bar(console) as progress:
             wanted = targets(cases, chosen, progress)
@@ -137,11 +144,19 @@ def tune(
 
             def say(done: int, what: str, found: Found | None) -> None:
                 progress(done, len(wanted), what)
-                if found is not None and not console.is_terminal:
+                if found is None:
+                    return
+                results.append(found)
+                if not console.is_terminal:
                     console.print(f"{done}/{len(wanted)} {found.target}: gain {found.gain:.2f}", highlight=False)
 
-            with _ended_like_ctrl_c():
-                results = run(wanted, settings, say)
+            results: list[Found] = []
+            interrupted = False
+            try:
+                with _ended_like_ctrl_c():
+                    run(wanted, settings, say)
+            except KeyboardInterrupt:
+                interrupted = True
         console.print(report.table(results, settings))
         console.print(report.summary(results, settings), highlight=False)
         if len(results) < len(wanted):
@@ -154,7 +169,7 @@ def tune(
             json.write_text(report.as_json(results, settings))
         if html is not None:
             html.write_text(report.as_html(results, settings))
-    raise typer.Exit(0 if all(one.winner is not None for one in results) else 1)
+    raise typer.Exit(130 if interrupted else 0 if all(one.winner is not None for one in results) else 1)
 
 
 @contextmanager
@@ -269,6 +284,8 @@ def verify(
     console = Console()
     with reported(console):
         found, problems = shipped.lines(_families(family), _kernels(kernel))
+        if not found and not problems:
+            raise ValueError("there is nothing to verify: no config file has an entry for this")
         checked, lost = shipped.targets_of(line for line in found if not line.hidden)
         problems += [f"{line.family} {line.kernel} {line.entry.key}: {why}" for line, why in lost]
         for arch in {target.family.arch for target, _ in checked} - {""}:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import platform
@@ -35,15 +36,21 @@ class DeviceLostError(RuntimeError):
     """Not even the default runs on the device any more."""
 
 
+class BusyError(RuntimeError):
+    """Another process tunes the same family."""
+
+
 @dataclass(frozen=True)
 class Settings:
-    """How to tune. minutes: for the whole run, None for no end. seconds: for one try. folder: where results go."""
+    """How to tune. minutes: for the whole run, None for no end. tries: for one key of a kernel, None for all that the
+    search asks for. seconds: for one try. folder: where results go."""
 
     family: Family
     mode: Mode
     folder: Path
     jobs: int
     minutes: float | None = None
+    tries: int | None = None
     seconds: float = 300.0
     resume: bool = False
 
@@ -99,7 +106,8 @@ def _npu_name() -> bytes:
 
 class Journal:
     """Verdicts on disk, a line each, so that an interrupted run can go on. Those of other sources or versions do not
-    count, nor do tries that crashed or hung on a device: it may have been at fault."""
+    count, nor do tries that crashed or hung on a device: it may have been at fault. `BusyError` while another process
+    has it."""
 
     def __init__(self, settings: Settings):
         self.file = directory() / "tune" / f"{settings.family.name}-{settings.timed}.jsonl"
@@ -107,9 +115,16 @@ class Journal:
         self.forgiven = _LOST if settings.on_device else ()
         self.known: dict[tuple[str, str], Verdict] = {}
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        if settings.resume and self.file.exists():
+        self.stream = self.file.open("a")
+        try:
+            fcntl.flock(self.stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self.stream.close()
+            raise BusyError(f"another process tunes {settings.family.name} here: {self.file} is locked") from None
+        if settings.resume:
             self._load()
-        self.stream = self.file.open("a" if settings.resume else "w")
+        else:
+            self.stream.truncate(0)
 
     def _load(self) -> None:
         for line in self.file.read_text().splitlines():
@@ -152,7 +167,8 @@ def run(
     """Tune `targets` in turn. After each its result is written to `settings.folder`; `progress(done, what, found)` is
     called with what is being tried, and with the result of a target when it is there.
 
-    KeyboardInterrupt and the end of the time leave what was found. `DeviceLostError` when the device is gone.
+    The end of the time leaves what was found; so does KeyboardInterrupt, which is raised again, and `DeviceLostError`
+    when the device is gone. `BusyError` when another process tunes the family.
     """
     journal = Journal(settings)
     end = None if settings.minutes is None else time.monotonic() + settings.minutes * 60
@@ -162,15 +178,13 @@ def run(
         for number, target in enumerate(targets):
             evaluate = _Evaluate(target, settings, journal, known, end, lambda what: progress(number, what, None))  # noqa: B023
             try:
-                found = search(target, _seeds(target), evaluate)
+                found = search(target, _seeds(target), evaluate, settings.tries)
             except OutOfTimeError:
                 break
             _choose(found, settings, journal)
             done.append(found)
             _write(found, settings)
             progress(number + 1, str(target), found)
-    except KeyboardInterrupt:
-        pass
     finally:
         journal.stream.close()
     return done
@@ -188,7 +202,7 @@ class _Evaluate:
         self.best, self.first = float("inf"), True
 
     def __call__(self, configs: Sequence[dict[str, Any]]) -> list[Verdict]:
-        if self.end is not None and time.monotonic() > self.end:
+        if self.late:
             raise OutOfTimeError
         verdicts = {i: v for i, config in enumerate(configs) if (v := self.journal.get(self.target, config))}
         waiting = [i for i in range(len(configs)) if i not in verdicts]
@@ -201,6 +215,8 @@ class _Evaluate:
             self.journal.add(self.target, verdict)
             self.note(verdict)
             self.say(f"{self.target}: {left} of this round left, best {self.best:.4g} us")
+            if left and self.late:
+                raise OutOfTimeError
 
         for verdict in verdicts.values():
             self.note(verdict)
@@ -214,6 +230,10 @@ class _Evaluate:
             raise DeviceLostError(f"{self.target} does not run with its default: {ordered[0].message}")
         self.first = False
         return ordered
+
+    @property
+    def late(self) -> bool:
+        return self.end is not None and time.monotonic() > self.end
 
     def note(self, verdict: Verdict) -> None:
         if verdict.ok:

@@ -99,10 +99,12 @@ def asked(case: Case, family: Family) -> list[Any]:
     return tried.asked
 
 
-def search(target: Target, seeds: Iterable[Mapping[str, Any]], evaluate: Callable[..., list[Verdict]]) -> Found:
+def search(
+    target: Target, seeds: Iterable[Mapping[str, Any]], evaluate: Callable[..., list[Verdict]], tries: int | None = None
+) -> Found:
     """Try the default, then `seeds`, then the space: whole where it is small, else one parameter after the other from
-    the best so far. `evaluate(configs)` gives their verdicts; `OutOfTimeError` of it ends the search, and what is known
-    by then counts."""
+    the best so far; at most `tries`. `evaluate(configs)` gives their verdicts; `OutOfTimeError` of it ends the search,
+    and what is known by then counts."""
     space, family, key = target.space, target.family, target.key
     found, seen = Found(target), set[str]()
 
@@ -113,6 +115,8 @@ def search(target: Target, seeds: Iterable[Mapping[str, Any]], evaluate: Callabl
             if name not in seen and not space.fits(family, key, config):
                 seen.add(name)
                 fresh.append(dict(config))
+        if tries is not None:
+            fresh = fresh[: tries - len(found.verdicts)]
         if fresh:
             found.verdicts += evaluate(fresh)
 

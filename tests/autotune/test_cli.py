@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from dsv4_triton.autotune import run as runs
 from dsv4_triton.autotune import store
 from dsv4_triton.autotune.store import Entry, Found
 from dsv4_triton.cli import app
@@ -38,6 +39,7 @@ def tune(*arguments: str) -> Result:
         (["--family", "a2", "--kernel", "muls_add", "--out", "/dev/null/x"], "choose a folder with --out"),
         (["show", "--family", "a9"], "There are: a2, a3, a5, host"),
         (["show", "--kernel", "nope"], "muls_add"),
+        (["verify", "--family", "host"], "nothing to verify"),
         (["import", "/nowhere/x.json"], "cannot be read"),
         (["export", "/nowhere/x.json"], "cannot be written"),
     ],
@@ -69,6 +71,15 @@ def test_a_run_writes_files_and_reports(folder: Path, tmp_path: Path, monkeypatc
 def test_no_time_at_all_leaves_everything_for_later(folder: Path) -> None:
     result = tune("--family", "a2", "--kernel", "muls_add", "--case", "flash/decode/b16", "--budget", "0")
     assert "1 of 1 are left" in result.output and not folder.exists()
+
+
+def test_an_interrupted_run_reports_and_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs, "try_all", interrupted)
+    result = tune("--family", "a2", "--kernel", "muls_add", "--case", "flash/decode/b16")
+    assert result.exit_code == 130 and "1 of 1 are left" in result.output and not folder.exists()
 
 
 def test_show_says_what_is_outdated_and_what_is_broken(folder: Path) -> None:

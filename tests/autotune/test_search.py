@@ -15,7 +15,7 @@ from rich.console import Console
 
 from dsv4_triton.autotune import report, store
 from dsv4_triton.autotune import run as runs
-from dsv4_triton.autotune.run import DeviceLostError, Settings
+from dsv4_triton.autotune.run import BusyError, DeviceLostError, Settings
 from dsv4_triton.autotune.search import OutOfTimeError, search, targets
 from dsv4_triton.autotune.space import Space
 from dsv4_triton.autotune.trials import Target, Verdict
@@ -90,6 +90,13 @@ def test_out_of_time_keeps_what_is_known(made: Space) -> None:
         search(target(made), [], evaluate)
 
 
+def test_tries_are_limited_with_the_default_first(made: Space) -> None:
+    log: list[dict[str, Any]] = []
+    seed = {"BLOCK": 24, "multibuffer": False}
+    found = search(target(made), [seed], timed(lambda c: 100.0 / c["BLOCK"], log), 3)
+    assert len(log) == len(found.verdicts) == 3 and log[:2] == [found.default.config, seed]
+
+
 def test_targets_are_the_kernels_of_the_cases_once_for_each_bucket() -> None:
     found = targets(select(kernel="muls_add", model="demo"), HOST, lambda *_: None)
     assert [one.space.name for one in found] == ["muls_add"] * len(found)
@@ -145,11 +152,30 @@ def test_ctrl_c_keeps_what_is_done(
 
     log = fake(monkeypatch, verdict)
     both = [Target(made, HOST, {"tokens": tokens, "width": 96}, CASE) for tokens in (1, 2)]
-    assert len(runs.run(both, settings, lambda *_: None)) == 1
+    with pytest.raises(KeyboardInterrupt):
+        runs.run(both, settings, lambda *_: None)
     assert len(store.read(store.path(folder, "host", "made"), "host", "made")) == 1
     log.clear()
     resumed = Settings(HOST, "offline", folder, jobs=1, resume=True)
     assert len(runs.run(both, resumed, lambda *_: None)) == 2 and len(log) == 6, "two of the second were kept"
+
+
+def test_the_end_of_the_time_ends_a_round(settings: Settings, made: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = fake(monkeypatch, good)
+    one = Target(made, HOST, {"tokens": 1, "width": 96}, CASE)
+    monkeypatch.setattr(runs._Evaluate, "late", property(lambda self: len(log) > 3))
+    (found,) = runs.run([one], replace(settings, minutes=60.0), lambda *_: None)
+    assert len(log) == 4 and len(found.verdicts) == 1, "the default's round was over"
+    assert len(runs.Journal(replace(settings, resume=True)).known) == 4
+
+
+def test_two_runs_do_not_share_a_journal(settings: Settings, made: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(monkeypatch, good)
+    first = runs.Journal(settings)
+    with pytest.raises(BusyError, match="another process tunes host"):
+        runs.run([target(made)], settings, lambda *_: None)
+    first.stream.close()
+    assert runs.run([Target(made, HOST, {"tokens": 1, "width": 96}, CASE)], settings, lambda *_: None)
 
 
 def test_a_winner_that_differs_from_the_reference_does_not_win(

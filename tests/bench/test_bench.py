@@ -179,6 +179,9 @@ def test_baseline_sets_the_status(tmp_path: Path, factor: float, status: int) ->
     result = bench(*QUICK, "--baseline", str(file))
     assert result.exit_code == status, result.output
     assert "4 pairs compared" in result.output and ("worse:" in result.output) == bool(status)
+    file.write_text(json.dumps(content | {"figures": []}))
+    result = bench(*QUICK, "--baseline", str(file))
+    assert result.exit_code == 1 and "no case that was measured is in" in result.output
 
 
 def test_an_interrupted_run_keeps_what_is_done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
