@@ -145,6 +145,12 @@ class ModelSettings:
         f.expect("attention_bias", False)
         f.expect("tie_word_embeddings", False)
         f.expect("vision_n_layers", 0)
+        for name, unset in (("use_index_cache", False), ("index_topk_freq", 1), ("index_topk_pattern", "")):
+            if f.get(name) not in (None, unset):
+                option = f'--additional-config \'{{"{_OPTIONS_KEY}": {{"index_cache": {{"freq": 2}}}}}}\''
+                raise ConfigError(
+                    f"config.json: {name} is {f.get(name)!r}; leave it out, layers share selections by {option}"
+                )
 
         layers = f.count("num_hidden_layers")
         settings = cls(
@@ -286,6 +292,45 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
+class IndexCache:
+    """Which c4 layers attend to the entries that an earlier one selected: by a letter for each of them, or by a number.
+
+    Of layer i of the c4 layers, from 0: with `pattern`, layer i is full or shared by its letter, F or S; with `freq` N
+    it is shared if max(i - 1, 0) is no multiple of N, so that 0, 1, N + 1, 2 N + 1 ... are full. The rule is that of
+    IndexCache (arXiv 2603.12201) in vllm-ascend.
+    """
+
+    freq: int = 1
+    pattern: str = ""
+
+    @classmethod
+    def of(cls, given: Any) -> IndexCache:
+        """Read the option; ConfigError for anything but one of the two forms."""
+        if isinstance(given, Mapping) and len(given) == 1:
+            ((form, value),) = given.items()
+            if form == "freq" and isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+                return cls(freq=value)
+            if form == "pattern" and isinstance(value, str) and value.startswith("F") and not set(value) - set("FS"):
+                return cls(pattern=value)
+        raise ConfigError(
+            f'{_OPTIONS_KEY}.index_cache got {given!r}, it takes either {{"freq": N}}, N at least 1, or '
+            f'{{"pattern": "FS..."}} with a letter for each c4 layer, F (selects) or S (shares), F first'
+        )
+
+    def shared(self, ratios: Sequence[int]) -> frozenset[int]:
+        """Of layers with these ratios the shared ones; ConfigError for a pattern of another length."""
+        c4 = [layer for layer, ratio in enumerate(ratios) if ratio == 4]
+        if self.pattern and len(self.pattern) != len(c4):
+            raise ConfigError(
+                f"{_OPTIONS_KEY}.index_cache.pattern is {self.pattern!r} with {len(self.pattern)} letters, the "
+                f"checkpoint has {len(c4)} c4 layers; it takes one letter for each"
+            )
+        if self.pattern:
+            return frozenset(layer for layer, letter in zip(c4, self.pattern, strict=True) if letter == "S")
+        return frozenset(layer for i, layer in enumerate(c4) if max(i - 1, 0) % self.freq)
+
+
+@dataclass(frozen=True)
 class Options:
     """The user's options, each with its default."""
 
@@ -303,6 +348,8 @@ class Options:
     step, where the family has fp8 (A5, host)."""
     warm_up: Literal["on", "off"] = "on"
     """Compile at start-up every kernel that the server's limits can ask for; `off` compiles when first used."""
+    index_cache: IndexCache = IndexCache()
+    """Which c4 layers share the selection of an earlier one; none by default."""
     host_threads: int | Literal["auto"] = "auto"
     """Threads that share a kernel's grid on the host; `auto` is one a CPU this process may use."""
 
@@ -321,7 +368,10 @@ class Options:
             raise ConfigError(f"{_OPTIONS_KEY} is {given!r}, it must be a JSON object of options")
         for name, value in given.items():
             _check_option(name, value)
-        return cls(**given)
+        options = dict(given)
+        if "index_cache" in options:
+            options["index_cache"] = IndexCache.of(options["index_cache"])
+        return cls(**options)
 
 
 def _reject_near_miss(names: Iterable[str]) -> None:
@@ -342,7 +392,7 @@ def _check_option(name: str, value: Any) -> None:
     if name == "host_threads":
         if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1024):
             raise ConfigError(f'{_OPTIONS_KEY}.host_threads got {value!r}, it takes "auto" or a number from 1 to 1024')
-    elif not isinstance(value, str) or value not in _CHOICES[name]:
+    elif name in _CHOICES and (not isinstance(value, str) or value not in _CHOICES[name]):
         takes = ", ".join(f'"{choice}"' for choice in _CHOICES[name])
         raise ConfigError(f"{_OPTIONS_KEY}.{name} got {value!r}, it takes {takes}")
 
@@ -357,6 +407,8 @@ class Choices:
     geometry: Geometry
     block_size: int
     o_proj_format: OutputFormat = "plain"
+    shared_indices: frozenset[int] = frozenset()
+    """The c4 layers that take over the selection of the nearest c4 layer before them which is not among these."""
 
 
 def resolve(
@@ -406,6 +458,7 @@ def resolve(
         geometry=options.geometry,
         block_size=_block_size(options.geometry, block_size),
         o_proj_format=options.o_proj_format,
+        shared_indices=options.index_cache.shared(model.ratios),
     )
 
 

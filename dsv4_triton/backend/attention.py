@@ -40,7 +40,6 @@ class IndexerWeights(Protocol):
     the key compressor."""
 
     heads: int
-    topk: int
     hadamard: torch.Tensor
     compressor: CompressorWeights
 
@@ -49,7 +48,11 @@ class IndexerWeights(Protocol):
 
 class AttentionWeights(Protocol):
     """What the forward pass needs of a layer; feature order is that of half-layout RoPE. `wo_scale` comes with MXFP8
-    weights `wo_a`."""
+    weights `wo_a`.
+
+    `selection` [max tokens, index_topk] int32 is one for all layers of a model in which c4 layers share selections:
+    those with an indexer write the step's rows of it, those without read them.
+    """
 
     ratio: int
     heads: int
@@ -66,6 +69,8 @@ class AttentionWeights(Protocol):
     cos_sin: torch.Tensor
     compressor: CompressorWeights | None
     indexer: IndexerWeights | None
+    index_topk: int
+    selection: torch.Tensor | None
 
     def latents(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Raw query latent [T, q_lora] and raw kv [T, 512]."""
@@ -109,14 +114,16 @@ def attend(
         **_states(layer, rows, metadata),
     )
     q = layer.queries(latent).view(tokens, layer.heads, -1)
+    selects = layer.ratio == 4 and step.max_seq_len // layer.ratio > layer.index_topk
     index_q = None
-    if layer.indexer is not None and step.max_seq_len // layer.ratio > layer.indexer.topk:
+    if selects and layer.indexer is not None:
         index_q = layer.indexer.queries(latent).view(tokens, layer.indexer.heads, INDEX_DIM)
     q_norm_rope(q, step.positions, layer.cos_sin, eps=layer.eps, index_q=index_q, out=q)
     compressed: dict[str, Any] = {}
     if layer.ratio:
         _store_entries(layer, metadata)
-        compressed = _visible(layer, rows, index_q, metadata)
+        indices = _indices(layer, rows, index_q, metadata) if selects else None
+        compressed = _visible(layer, indices, metadata)
     attended = sparse_attention(
         q,
         caches.window.rows,
@@ -204,19 +211,30 @@ def _store_entries(layer: AttentionWeights, metadata: dict[str, Any]) -> None:
     )
 
 
-def _visible(
-    layer: AttentionWeights, rows: tuple[torch.Tensor, ...], index_q: torch.Tensor | None, metadata: dict[str, Any]
-) -> dict[str, Any]:
-    """The arguments of `sparse_attention` that say what tokens see of the compressed entries: all of them, or those
-    that the rotated queries `index_q` select."""
+def _visible(layer: AttentionWeights, indices: torch.Tensor | None, metadata: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `sparse_attention` that say what tokens see of the compressed entries: those at `indices`
+    [T, topk], or all of them."""
     cache = layer.caches.compressed
     assert cache is not None
     entries: CacheMetadata = metadata[cache.prefix]
     step = entries.step
     arguments: dict[str, Any] = {"cmp_cache": cache.rows, "cmp_table": entries.block_table}
-    if layer.indexer is not None and index_q is not None:
-        return arguments | {"indices": _select(layer, layer.indexer, rows[2], index_q, metadata)}
+    if indices is not None:
+        return arguments | {"indices": indices}
     return arguments | {"n_vis": step.visible(layer.ratio), "max_n_vis": step.max_seq_len // layer.ratio}
+
+
+def _indices(
+    layer: AttentionWeights, rows: tuple[torch.Tensor, ...], index_q: torch.Tensor | None, metadata: dict[str, Any]
+) -> torch.Tensor:
+    """The entries of each token, [T, topk] int32 with -1 after the last: those that the rotated queries `index_q`
+    select, or without an indexer those that the last layer with one has selected in this step."""
+    if layer.indexer is not None:
+        assert index_q is not None
+        return _select(layer, layer.indexer, rows[2], index_q, metadata)
+    assert layer.selection is not None
+    step: StepLayout = metadata[layer.caches.window.prefix].step
+    return layer.selection[: step.num_tokens]
 
 
 def _select(
@@ -240,7 +258,10 @@ def _select(
     memory, held = layer.workspace.memory, scores(run, entries)
     (buffer,) = carve(OP, memory, index_q.device, held)
     rest = memory[workspace_bytes(held) :]
-    indices = torch.empty(step.num_tokens, indexer.topk, dtype=torch.int32, device=index_q.device)
+    if layer.selection is None:
+        indices = torch.empty(step.num_tokens, layer.index_topk, dtype=torch.int32, device=index_q.device)
+    else:
+        indices = layer.selection[: step.num_tokens]
     for start in range(0, step.num_tokens, run):
         part = slice(start, start + run)
         found = indexer_score(
@@ -256,5 +277,5 @@ def _select(
             hide=False,
             out=buffer[: len(q[part])],
         )
-        indexer_topk(found, visible[part], indexer.topk, out=indices[part], workspace=rest)
+        indexer_topk(found, visible[part], layer.index_topk, out=indices[part], workspace=rest)
     return indices

@@ -80,9 +80,26 @@ class IndexKeyCache(CacheLayer):
 
 
 class LayerCaches(nn.Module):
-    """The caches one attention layer owns: the window, and for compressed layers the entries and the state."""
+    """The caches one attention layer owns: the window, for compressed layers the entries and the state, and for those
+    that select their entries the index keys and their state.
 
-    def __init__(self, vllm_config: VllmConfig, prefix: str, ratio: int, layout: Layout, planner: StepPlanner) -> None:
+    A c4 layer that shares a selection (`selects` is false) has no index keys. It still registers an index state, which
+    nothing writes or reads: it is grouped with the c4 states, and vLLM 0.27.1 takes only groups with as many pages of
+    one size as of another. All blocks are as large as the largest group's. In `fine` that is the group of the growing
+    caches, which the missing keys make smaller, so that the state costs nothing. In `vllm-ascend`, where the states
+    are padded to the same sizes, blocks stay as large as without sharing: it saves time there, and no memory.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        prefix: str,
+        ratio: int,
+        layout: Layout,
+        planner: StepPlanner,
+        *,
+        selects: bool = True,
+    ) -> None:
         super().__init__()
 
         def cache(name: str, pages: Pages) -> CacheLayer:
@@ -97,5 +114,6 @@ class LayerCaches(nn.Module):
             self.compressed = cache("compressed", layout.compressed[ratio])
             self.state = cache("state", layout.state[ratio])
         if ratio == 4:
-            self.index_keys = IndexKeyCache(vllm_config, f"{prefix}.index_keys", layout, planner)
+            if selects:
+                self.index_keys = IndexKeyCache(vllm_config, f"{prefix}.index_keys", layout, planner)
             self.index_state = cache("index_state", layout.index_state)

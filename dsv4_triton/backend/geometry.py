@@ -76,7 +76,8 @@ class Pages:
 
 @dataclass(frozen=True)
 class Layout:
-    """The pages of every cache of a model; `ratios` has the ratio of each of its layers."""
+    """The pages of every cache of a model; `ratios` has the ratio of each of its layers, `shared_indices` the c4 layers
+    without index keys."""
 
     geometry: Geometry
     block_size: int
@@ -87,6 +88,7 @@ class Layout:
     index_keys: Pages
     index_state: Pages
     index_format: IndexFormat
+    shared_indices: frozenset[int] = frozenset()
 
     @property
     def growing_tokens(self) -> int:
@@ -103,10 +105,12 @@ class Layout:
 
     @property
     def token_bytes(self) -> float:
-        """Bytes that a token of context takes in all layers for as long as its request lives, padding included."""
+        """Bytes that a token of context takes in all layers for as long as its request lives, padding included, and in
+        `vllm-ascend` the room for keys of layers that have none (`LayerCaches`)."""
         c4, c128 = (self.compressed[ratio].page_bytes / self.compressed[ratio].tokens for ratio in (4, 128))
         keys = self.index_keys.page_bytes / self.index_keys.tokens
-        return self.ratios.count(4) * (c4 + keys) + self.ratios.count(128) * c128
+        without = len(self.shared_indices) if self.geometry == "fine" else 0
+        return self.ratios.count(4) * (c4 + keys) - without * keys + self.ratios.count(128) * c128
 
 
 def layout(choices: Choices, ratios: Sequence[int], row_format: RowFormat, dtype: torch.dtype) -> Layout:
@@ -134,6 +138,7 @@ def layout(choices: Choices, ratios: Sequence[int], row_format: RowFormat, dtype
         index_keys=Pages(rows[4], 4, key_width, key_dtype),
         index_state=_state(state_rows[4], 4, INDEX_DIM),
         index_format=choices.index_format,
+        shared_indices=choices.shared_indices,
     )
     return result if choices.geometry == "fine" else _padded(result)
 

@@ -47,11 +47,13 @@ class Serving:
         kinds = [self.model.ratios.count(ratio) for ratio in (0, 4, 128)]
         records = self.layout.window.dtype == torch.uint8
         rounding = "on" if self.choices.kv_fake_quant or records else "off"
+        shared = sorted(self.choices.shared_indices)
+        sharing = f"; layers {', '.join(map(str, shared))} share selections and load no indexer" if shared else ""
         return (
-            f"{kinds[0]} window-only, {kinds[1]} c4 and {kinds[2]} c128 layers; family {self.choices.family.name}; "
-            f"cache geometry {self.layout.geometry} with blocks of {self.layout.block_size}: hits every "
-            f"{self.layout.hit_tokens} tokens, {self.layout.token_bytes:.0f} bytes a token of context; "
-            f"{'record' if records else 'plain'} rows, "
+            f"{kinds[0]} window-only, {kinds[1]} c4 and {kinds[2]} c128 layers{sharing}; "
+            f"family {self.choices.family.name}; cache geometry {self.layout.geometry} with blocks of "
+            f"{self.layout.block_size}: hits every {self.layout.hit_tokens} tokens, "
+            f"{self.layout.token_bytes:.0f} bytes a token of context; {'record' if records else 'plain'} rows, "
             f"{self.choices.index_format} index keys, fp8 rounding of rows {rounding}; "
             f"{self.choices.o_proj_format} operands of the output projection"
         )

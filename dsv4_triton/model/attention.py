@@ -44,11 +44,15 @@ def permuted(store: Store, dim: int, axis: int = 0) -> Store:
 
 
 class Shared(NamedTuple):
-    """What all layers of a model use together, those of the MTP block included."""
+    """What all layers of a model use together, those of the MTP block included.
+
+    `selection` [max tokens, index_topk] int32, where c4 layers share selections, holds that of the running step.
+    """
 
     planner: StepPlanner
     workspace: Workspace
     tables: RopeTables
+    selection: torch.Tensor | None = None
 
 
 class Compressor(nn.Module):
@@ -81,7 +85,6 @@ class Indexer(nn.Module):
     def __init__(self, settings: ModelSettings, dtype: torch.dtype, prefix: str) -> None:
         super().__init__()
         self.heads = settings.index_heads
-        self.topk = settings.index_topk
         self._factor = INDEX_DIM**-0.5 * self.heads**-0.5
         self.wq_b = ReplicatedLinear(
             settings.q_lora, self.heads * INDEX_DIM, bias=False, return_bias=False, prefix=f"{prefix}.wq_b"
@@ -106,7 +109,7 @@ class Indexer(nn.Module):
 
 
 class Attention(nn.Module):
-    """One layer's attention; the forward pass is `torch.ops.vllm.dsa_forward`."""
+    """Attention of layer `index`; the forward pass is `torch.ops.vllm.dsa_forward`."""
 
     cos_sin: torch.Tensor
 
@@ -114,7 +117,7 @@ class Attention(nn.Module):
         self,
         vllm_config: VllmConfig,
         serving: Serving,
-        ratio: int,
+        index: int,
         shared: Shared,
         prefix: str,
     ) -> None:
@@ -131,14 +134,17 @@ class Attention(nn.Module):
             raise ValueError(f"tensor parallel size {shards} does not divide o_groups {settings.o_groups}")
         self.prefix = prefix
         self.settings = settings
-        self.ratio = ratio
+        self.ratio = ratio = settings.ratio(index)
         self.heads = settings.heads // shards
         self.eps = settings.rms_eps
         self.scale = HEAD_DIM**-0.5
         self.fake_quant = choices.kv_fake_quant
         self.shared = shared
         self.workspace = shared.workspace
-        self.caches = LayerCaches(vllm_config, prefix, ratio, serving.layout, shared.planner)
+        self.index_topk = settings.index_topk
+        self.selection = shared.selection
+        selects = index not in choices.shared_indices
+        self.caches = LayerCaches(vllm_config, prefix, ratio, serving.layout, shared.planner, selects=selects)
 
         self.wq_a_wkv = MergedColumnParallelLinear(
             settings.hidden,
@@ -167,7 +173,7 @@ class Attention(nn.Module):
             prefix=f"{prefix}.wo_b",
         )
         self.compressor = Compressor(HEAD_DIM, ratio, dtype) if ratio else None
-        self.indexer = Indexer(settings, dtype, f"{prefix}.indexer") if ratio == 4 else None
+        self.indexer = Indexer(settings, dtype, f"{prefix}.indexer") if ratio == 4 and selects else None
         self.wide_rows = self._wide_rows(f"{prefix}.wide_rows")
         base, yarn = (settings.compress_rope_theta, settings.yarn) if ratio else (settings.rope_theta, None)
         self.register_buffer("cos_sin", shared.tables.table(base, yarn), persistent=False)

@@ -54,7 +54,10 @@ class DeepseekV4Model(nn.Module):
         )
         self.workspace = workspace
         planner = StepPlanner(tokens, torch.device(device))
-        shared = Shared(planner, workspace, RopeTables(model_config.max_model_len))
+        selection = None
+        if serving.choices.shared_indices:
+            selection = torch.full((tokens, settings.index_topk), -1, dtype=torch.int32, device=device)
+        shared = Shared(planner, workspace, RopeTables(model_config.max_model_len), selection)
         self.embed_tokens: nn.Module = VocabParallelEmbedding(
             settings.vocab, settings.hidden, prefix=f"{prefix}.embed_tokens"
         )
@@ -95,6 +98,7 @@ class TritonDeepseekV4ForCausalLM(nn.Module):
         super().__init__()
         serving = Serving.of(vllm_config)
         self.settings = serving.model
+        self._unused = tuple(f"layers.{index}.attn.indexer." for index in sorted(serving.choices.shared_indices))
         logger.info("DeepSeek-V4 in Triton: %s", serving.summary())
         self.model = DeepseekV4Model(vllm_config, serving, f"{prefix}.model" if prefix else "model")
         # The head is held in fp32 and fed fp32: logits are products and sums in fp32, whatever the model's dtype.
@@ -129,10 +133,11 @@ class TritonDeepseekV4ForCausalLM(nn.Module):
         warm_up(runner)
 
     def slots(self) -> dict[str, Slot]:
-        """Every tensor of the checkpoint by its official name, the draft module's excepted."""
+        """Every tensor of the checkpoint by its official name, but those of the draft module and of the indexers of
+        layers that share selections."""
         head = Slot((self.settings.vocab, self.settings.hidden), into_layer(self.lm_head))
         return {**self.model.slots(), "head.weight": head}
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        load_strict(weights, self.slots(), skipped=DRAFT_PREFIX)
+        load_strict(weights, self.slots(), skipped=(DRAFT_PREFIX, *self._unused))
         return {name for name, _ in self.named_parameters()}

@@ -111,7 +111,7 @@ class DecoderLayer(nn.Module):
         dtype = vllm_config.model_config.dtype
         self.settings = settings = serving.model
         self.workspace = shared.workspace
-        self.attn = Attention(vllm_config, serving, settings.ratio(index), shared, f"{prefix}.attn")
+        self.attn = Attention(vllm_config, serving, index, shared, f"{prefix}.attn")
         self.ffn = MoE(settings, dtype, settings.is_hashed(index), shared.workspace, f"{prefix}.ffn")
         rows = (2 + HC_MULT) * HC_MULT
         self.hc_attn = HcParameters(settings.hidden, rows, 3, dtype)

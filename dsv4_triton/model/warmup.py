@@ -98,7 +98,9 @@ def _kinds(runner: Any) -> list[DecoderLayer]:
     """One layer of every kind, the first layer first."""
     drafter = getattr(runner, "drafter", None)
     layers = [*runner.model.model.layers, *([drafter.model.model.layer] if drafter is not None else [])]
-    kinds = {(layer.attn.ratio, layer.ffn.tid2eid is None): layer for layer in reversed(layers)}
+    kinds = {
+        (layer.attn.ratio, layer.attn.indexer is None, layer.ffn.tid2eid is None): layer for layer in reversed(layers)
+    }
     return sorted(kinds.values(), key=layers.index)
 
 
