@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dsv4_triton.config import ConfigError, ModelSettings, Options, Yarn, resolve
+from dsv4_triton.config import ConfigError, IndexCache, ModelSettings, Options, Yarn, resolve
 from dsv4_triton.demo.checkpoint import DemoSettings, model_config
 from dsv4_triton.device import A2, A3, A5, HOST
 
@@ -102,6 +102,9 @@ def test_transformers_field_names() -> None:
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "type 'linear'.* 'yarn' only"),
         ({"rope_scaling": {"type": "yarn", "factor": 16}}, "beta_fast is missing"),
+        ({"use_index_cache": True}, "use_index_cache is True; leave it out, .* --additional-config .*index_cache"),
+        ({"index_topk_freq": 4}, "index_topk_freq is 4; leave it out"),
+        ({"index_topk_pattern": "FS"}, "index_topk_pattern is 'FS'; leave it out"),
         ({"rope_scaling": {**DEMO["rope_scaling"], "factor": 0}}, "factor is 0, it must be at least 1"),
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn', it must be a JSON object"),
         ({"rope_theta": 0}, "rope_theta is 0, it must be at least 1"),
@@ -162,6 +165,53 @@ def test_options_are_read() -> None:
 def test_option_errors(given: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         Options.of(given)
+
+
+INDEX_CACHE = r'index_cache got .*, it takes either {"freq": N}, N at least 1, or {"pattern": "FS\.\.\."}'
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"freq": 0}, {"freq": -1}, {"freq": True}, {"freq": 2.0}, {"freq": "2"}, {"freq": None}, {"frequency": 2}, {},
+        {"freq": 2, "pattern": "FS"}, {"pattern": ""}, {"pattern": "SF"}, {"pattern": "fs"}, {"pattern": "FX"},
+        {"pattern": ["F", "S"]}, {"pattern": None}, 2, "FS", None, True, ["FS"],
+    ],
+    ids=str,
+)  # fmt: skip
+def test_index_cache_errors(given: Any) -> None:
+    with pytest.raises(ConfigError, match=INDEX_CACHE):
+        Options.of({"dsv4_triton": {"index_cache": given}})
+
+
+def shared(option: dict[str, Any], ratios: list[int] = FLASH_RATIOS) -> list[int]:
+    options = Options.of({"dsv4_triton": {"index_cache": option}})
+    model = settings(num_hidden_layers=len(ratios), compress_ratios=ratios)
+    return sorted(resolve(model, options, HOST).shared_indices)
+
+
+def test_layers_that_share_selections() -> None:
+    """With frequency N the c4 layers 0, 1, N + 1, 2 N + 1 ... are full; MTP blocks have no c4 layer to share."""
+    c4 = [layer for layer, ratio in enumerate(FLASH_RATIOS) if ratio == 4]
+    assert not shared({"freq": 1}) and not resolve(settings(), Options(), HOST).shared_indices
+    for freq in (2, 3, 4, 100):
+        full = {0, *range(1, len(c4), freq)}
+        assert shared({"freq": freq}) == [layer for i, layer in enumerate(c4) if i not in full]
+    assert shared({"pattern": "FSSFS"}, [4, 0, 4, 128, 4, 4, 4]) == [2, 4, 6]
+    assert shared({"pattern": "FFFFF"}, [4, 0, 4, 128, 4, 4, 4]) == []
+    assert shared({"freq": 3}, [0, 128]) == []
+
+
+@pytest.mark.parametrize(("pattern", "ratios", "letters"), [("FS", FLASH_RATIOS, 21), ("F", [0, 128], 0)])
+def test_a_pattern_has_a_letter_for_each_c4_layer(pattern: str, ratios: list[int], letters: int) -> None:
+    says = f"pattern is '{pattern}' with {len(pattern)} letters, the checkpoint has {letters} c4 layers; it takes one"
+    with pytest.raises(ConfigError, match=says):
+        shared({"pattern": pattern}, ratios)
+
+
+def test_options_can_be_hashed_and_compared() -> None:
+    assert Options(index_cache=IndexCache(freq=2)) == Options.of({"dsv4_triton": {"index_cache": {"freq": 2}}})
+    assert hash(Options()) == hash(Options.of(None))
 
 
 def test_resolve_auto() -> None:

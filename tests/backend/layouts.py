@@ -27,7 +27,7 @@ def layout_of(
 ) -> Layout:
     """What a server with these options and this dtype on the host takes."""
     exact = dtype == torch.float32
-    model = ModelSettings.of(model_config(DemoSettings()))
+    model = ModelSettings.of(model_config(DemoSettings(ratios=ratios, hash_layers=0)))
     choices = resolve(model, Options(**options), HOST, exact=exact, block_size=block_size)
     return layout(choices, ratios, RowFormat.PLAIN if exact else choices.family.row_format, dtype)
 
@@ -37,7 +37,8 @@ def caches_of(pages: Layout, tokens: int = 8) -> dict[str, CacheLayer]:
     config: Any = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
     planner = StepPlanner(tokens, torch.device("cpu"))
     for index, ratio in enumerate(pages.ratios):
-        LayerCaches(config, f"model.layers.{index}.attn", ratio, pages, planner)
+        prefix, selects = f"model.layers.{index}.attn", index not in pages.shared_indices
+        LayerCaches(config, prefix, ratio, pages, planner, selects=selects)
     return config.compilation_config.static_forward_context
 
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from dsv4_triton.backend.caches import IndexKeyCache, LayerCaches
+from dsv4_triton.backend.geometry import Layout
 from dsv4_triton.backend.metadata import StepPlanner
-from tests.backend.layouts import caches_of, layout_of, server_config
+from dsv4_triton.config import IndexCache
+from tests.backend.layouts import FLASH_RATIOS, caches_of, layout_of, server_config
 
 KIB = 1024
 
@@ -79,6 +81,35 @@ def test_groups_and_hit_steps(ratios: tuple[int, ...], options: dict[str, Any], 
     hit, _ = resolve_kv_cache_block_sizes(SimpleNamespace(kv_cache_groups=groups), config)
     assert hit == hits["c128" if 128 in ratios else "c4" if 4 in ratios else "window"]
     assert layout.hit_tokens == hit
+
+
+def block_bytes(layout: Layout) -> int:
+    """What vLLM takes for a block of these caches."""
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+
+    specs = {name: cache.spec for name, cache in caches_of(layout).items()}
+    groups = get_kv_cache_groups(server_config(), specs)
+    assert sorted(name for group in groups for name in group.layer_names) == sorted(specs)
+    return max(group.kv_cache_spec.page_size_bytes for group in groups)
+
+
+@pytest.mark.parametrize("family", ["a2", "a5", "host"])
+@pytest.mark.parametrize("ratios", [FLASH_RATIOS, (4, 4, 4), (0, 4, 128, 4, 128, 0)], ids=["flash", "c4", "demo"])
+@pytest.mark.parametrize("pattern", ["F", "FS", "FFS", "FSSS"])
+def test_caches_of_shared_layers(family: str, ratios: tuple[int, ...], pattern: str) -> None:
+    """They have no keys: blocks of `fine` are smaller by their pages. Those of `vllm-ascend` keep their size."""
+    count = ratios.count(4)
+    option = IndexCache(pattern=(pattern * count)[:count])
+    for geometry in ("fine", "vllm-ascend"):
+        plain = layout_of(ratios, device_family=family, geometry=geometry)
+        sharing = layout_of(ratios, device_family=family, geometry=geometry, index_cache=option)
+        layers = sharing.shared_indices
+        assert len(layers) == option.pattern.count("S")
+        keys = {int(name.split(".")[2]) for name in caches_of(sharing) if name.endswith("index_keys")}
+        assert keys == {layer for layer, ratio in enumerate(ratios) if ratio == 4} - layers
+        saved = len(layers) * plain.index_keys.page_bytes if geometry == "fine" else 0
+        assert block_bytes(plain) - block_bytes(sharing) == saved
+        assert (plain.token_bytes - sharing.token_bytes) * plain.index_keys.tokens == saved
 
 
 @pytest.mark.parametrize(("index_format", "key", "scale"), [
