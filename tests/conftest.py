@@ -46,6 +46,16 @@ def host_driver():
         yield
 
 
+@pytest.fixture(scope="session")
+def simulated_npu() -> Path:
+    """The library of the simulated NPU, for `simnpu.environment`; a skip where there is no C++ compiler."""
+    from tests import simnpu
+
+    if simnpu.compiler() is None:
+        pytest.skip("the simulated NPU needs a C++20 compiler (g++ or clang++)")
+    return simnpu.build()
+
+
 if os.environ.get("DSV4_TRITON_TEST_DEVICE") == "cuda":
     from dsv4_triton.bench.run import NotHereError
 

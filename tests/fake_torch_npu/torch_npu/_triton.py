@@ -1,0 +1,40 @@
+"""Triton kernels on the simulated NPU: the host driver of this project runs them on the device's memory."""
+
+from typing import Any
+
+import torch
+
+
+def _on_host(kernel: Any, value: Any) -> Any:
+    """A tensor argument as a CPU tensor over the same memory."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.device.type != "npu":
+        raise RuntimeError(f"kernel {kernel.__name__} got a tensor on {value.device}; an NPU cannot address it")
+    return torch.ops.simnpu.host(value)
+
+
+def install() -> None:
+    """Launch kernels on tensors of "npu"; while a graph is captured, launches are recorded and not run."""
+    from triton.runtime.jit import JITFunction
+
+    from dsv4_triton.compiler import host
+
+    host.install()
+    launch = JITFunction.run
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **named: Any) -> Any:
+        from torch_npu import npu
+
+        args = tuple(_on_host(kernel, value) for value in args)
+        named = {name: _on_host(kernel, value) for name, value in named.items()}
+        if warmup or not torch.ops.simnpu.capturing():
+            return launch(kernel, *args, grid=grid, warmup=warmup, **named)
+        known = len(kernel._host_launcher.cache) if "_host_launcher" in kernel.__dict__ else 0
+        compiled = launch(kernel, *args, grid=grid, warmup=True, **named)
+        if len(kernel._host_launcher.cache) > known:
+            raise RuntimeError(f"kernel {kernel.__name__} had to be compiled while a graph is captured")
+        npu.NPUGraph.capturing.record_launch(lambda: launch(kernel, *args, grid=grid, **named))
+        return compiled
+
+    JITFunction.run = run
