@@ -4,15 +4,18 @@ The step-wide part (`StepLayout`) depends on the ragged batch alone; the part pe
 table and slots. Builders of all groups share one `StepPlanner`, so each tensor is computed once, whichever groups and
 layers use it, and stands at the same address in every step. Nothing is copied from the device to the host: the only
 host number is vLLM's own upper bound of the sequence length.
+
+That is also what captured graphs need. A captured decode step is launched as if its sequences were as long as they can
+become, reads these tensors, and is replayed after a builder has written the next step into them; `docs/graphs.md`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 
 from dsv4_triton.kernels.step_layout import step_layout
 from dsv4_triton.kernels.token_slots import token_slots
@@ -22,7 +25,8 @@ from dsv4_triton.kernels.token_slots import token_slots
 class StepLayout:
     """One step's tokens; all tensors [num_tokens] int32, with -1, -1, 0, 0 in padding rows.
 
-    `max_seq_len` is an upper bound of the longest sequence after the step.
+    `max_seq_len` is an upper bound of the longest sequence after the step. What is launched follows from it and from
+    the shapes, and from nothing else.
     """
 
     num_tokens: int
@@ -63,13 +67,29 @@ class StepPlanner:
         step = self._layout(common, again)
         table = common.block_table_tensor
         key = (table.data_ptr(), rows_per_block, ratio)
-        if key not in self._slots:
-            self._slots[key] = torch.empty(self._max_tokens, dtype=torch.int32, device=self._device)
-        slots = self._slots[key][: step.num_tokens]
+        slots = self._slots_of(key)[: step.num_tokens]
         if key not in self._planned:
             token_slots(step.positions, step.token_req, table, rows_per_block=rows_per_block, ratio=ratio, out=slots)
             self._planned.add(key)
         return CacheMetadata(step, table, slots)
+
+    def plan_idle(
+        self, common: CommonAttentionMetadata, rows_per_block: int, ratio: int, max_seq_len: int
+    ) -> CacheMetadata:
+        """Metadata of one cache for a step of padding alone, in the same tensors: whatever vLLM's batch tensors and
+        block tables hold from earlier steps, no cache is written, and nothing of it is read but its null block."""
+        count, table = int(common.num_actual_tokens), common.block_table_tensor
+        self._step = self._source = None
+        self._planned.clear()
+        self._fields[:2, :count].fill_(-1)
+        self._fields[2:, :count].zero_()
+        slots = self._slots_of((table.data_ptr(), rows_per_block, ratio))[:count].fill_(-1)
+        return CacheMetadata(StepLayout(count, max_seq_len, *self._fields[:, :count]), table, slots)
+
+    def _slots_of(self, key: tuple[int, int, int]) -> torch.Tensor:
+        if key not in self._slots:
+            self._slots[key] = torch.empty(self._max_tokens, dtype=torch.int32, device=self._device)
+        return self._slots[key]
 
     def _layout(self, common: CommonAttentionMetadata, again: bool) -> StepLayout:
         """The step-wide tensors. A step is recognised by its batch tensors: vLLM makes new views of them every step
@@ -97,17 +117,27 @@ class StepPlanner:
 class DsaMetadataBuilder(AttentionMetadataBuilder[CacheMetadata]):
     """vLLM's builder of one cache group."""
 
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         cache = vllm_config.compilation_config.static_forward_context[layer_names[0]]
         self._planner: StepPlanner = cache.planner
         self._rows_per_block: int = cache.rows_per_block
         self._ratio: int = cache.ratio
+        self._max_model_len: int = vllm_config.model_config.max_model_len
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> CacheMetadata:
         return self._planner.plan(common_attn_metadata, self._rows_per_block, self._ratio, again=False)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> CacheMetadata:
+        """A step of padding with the launches of the longest sequences: vLLM calls this for captures and for idle steps
+        that replay a graph, which belong to no request."""
+        return self._planner.plan_idle(
+            common_attn_metadata, self._rows_per_block, self._ratio, max_seq_len=self._max_model_len
+        )
 
     def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> CacheMetadata:
         """Drafting begins with the batch of the target's step and changes its tensors in place between its steps."""

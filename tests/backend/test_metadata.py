@@ -130,11 +130,33 @@ def test_a_new_step_is_noticed() -> None:
     check(planned, common, 64, 1)
 
 
+def builder_of(cache: Any) -> DsaMetadataBuilder:
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context={"c": cache}),
+        model_config=SimpleNamespace(max_model_len=4096),
+    )
+    return DsaMetadataBuilder(None, ["c"], config, torch.device("cpu"))
+
+
+def test_captures_and_idle_steps_belong_to_no_request() -> None:
+    """In the tensors of real steps, whatever is left of these, with the bound of the longest sequence."""
+    planner = StepPlanner(MAX_TOKENS, torch.device("cpu"))
+    builder = builder_of(SimpleNamespace(planner=planner, rows_per_block=64, ratio=1))
+    common = batch(random.Random(5), 3)
+    real = builder.build(0, common)
+    idle = builder.build_for_cudagraph_capture(common)
+    assert idle.step.max_seq_len == 4096
+    for name, value in (("positions", -1), ("token_req", -1), ("n_vis4", 0), ("n_vis128", 0)):
+        assert getattr(idle.step, name).data_ptr() == getattr(real.step, name).data_ptr()
+        assert getattr(idle.step, name).tolist() == [value] * common.num_actual_tokens
+    assert idle.slots.data_ptr() == real.slots.data_ptr() and (idle.slots == -1).all()
+    check(builder.build(0, common), common, 64, 1)
+
+
 def test_builder_takes_the_geometry_of_its_cache() -> None:
     planner = StepPlanner(MAX_TOKENS, torch.device("cpu"))
     cache = SimpleNamespace(planner=planner, rows_per_block=2, ratio=128)
-    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"c": cache}))
-    builder = DsaMetadataBuilder(None, ["c"], config, torch.device("cpu"))
+    builder = builder_of(cache)
     common = batch(random.Random(4), 3)
     check(builder.build(0, common), common, 2, 128)
     common.seq_lens += 1
