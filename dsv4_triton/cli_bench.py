@@ -362,6 +362,45 @@ def serve(
     raise typer.Exit(status)
 
 
+@app.command()
+def load(
+    clients: Annotated[int, typer.Option(min=1, help="Clients at once.")] = 64,
+    minutes: Annotated[float, typer.Option(min=0.0, help="How long they ask.")] = 10.0,
+    drafts: Annotated[int, typer.Option(min=0, max=3, help="Tokens that the MTP block drafts, 0: no speculation.")] = 2,
+    new_tokens: Annotated[int, typer.Option(min=2, max=256, help="Longest answer.")] = 64,
+    leaving: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of clients that go away early.")] = 0.15,
+    cache_mib: Annotated[int, typer.Option(min=8, help="Memory of the KV cache, MiB: little makes preemption.")] = 64,
+    seed: Annotated[int, typer.Option(help="Of prompts, lengths and departures.")] = 0,
+    json: JsonFile = None,
+) -> None:
+    """Load a server of the demo checkpoint for minutes and hold every answer to the one its request got alone.
+
+    Prompts share prefixes, clients go away in the middle, drafts are on. The status is 1 when an answer differs, a
+    request fails, memory grows, or something is left running at the end.
+    """
+    console = _console()
+    with reported(console):
+        refuse_unwritable((json,))
+        from dsv4_triton.bench.load import Plan, Report, measure, table
+        from dsv4_triton.demo.serve import Interrupts, ServerFailedError
+
+        plan, interrupts = Plan(clients, minutes, drafts, new_tokens, leaving, cache_mib, seed), Interrupts()
+        report, status = Report(plan), 0
+        try:
+            with interrupts.watched():
+                measure(report, console, interrupts)
+        except (Exception, KeyboardInterrupt) as error:
+            if not interrupts.pending and not isinstance(error, ServerFailedError):
+                raise
+            status = 130 if interrupts.pending else 1
+            print_error(console, "interrupted" if interrupts.pending else error)
+        console.print(table(report))
+        for problem in report.problems[:20]:
+            print_error(console, problem, "problem")
+        _write(json, report.as_json())
+    raise typer.Exit(status or int(bool(report.problems)))
+
+
 def _known(kind: str, name: str, existing: tuple[str, ...]) -> None:
     if name not in existing:
         raise ValueError(f"unknown {kind} {name!r}. There are: {', '.join(existing)}")

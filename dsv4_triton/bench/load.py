@@ -1,0 +1,307 @@
+"""Serving under load: many clients for minutes, and every answer held to the one that its request got alone.
+
+Prompts share heads of several lengths, so that prefixes hit; some clients go away in the middle of an answer; drafts of
+the MTP block are on. First each request is asked alone, with a `cache_salt` of its own, so that it shares nothing.
+Then all clients ask at once for some minutes. Greedy answers of fewer tokens are prefixes of longer ones, so one answer
+alone serves all lengths.
+
+    dsv4-triton bench load [--clients 64] [--minutes 10]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+from openai import AsyncOpenAI
+from rich.console import Console
+from rich.table import Table
+
+from dsv4_triton.console import progress_bar
+from dsv4_triton.demo.checkpoint import DemoSettings, write_checkpoint
+from dsv4_triton.demo.serve import (
+    NAME,
+    Interrupts,
+    Server,
+    ServerFailedError,
+    free_port,
+    server_command,
+    wait_until_ready,
+)
+
+HEADS = (40, 130, 257, 520)
+"""Lengths of shared heads: inside a window, just over one, just over a page, two pages."""
+TAILS = (1, 3, 4, 31, 127, 128, 129)
+ALONE = (1, 2, 5, 127, 128, 129, 255, 256, 257)
+"""Lengths of prompts that share nothing."""
+CONTEXT = 1024
+TIE = 1e-4
+"""Log-probabilities of two tokens that are so close can change places with the rounding of a matrix product, whose
+order of sums depends on its number of rows: in fp32 they differ by less than 1e-5 between batches."""
+SAMPLE_SECONDS = 5.0
+GROWTH = 0.02
+"""Memory that is touched for the first time in the second half of a run, as a share of all: less is flat."""
+METRICS = {
+    "preemptions": "vllm:num_preemptions_total",
+    "prefix tokens asked": "vllm:prefix_cache_queries_total",
+    "prefix tokens found": "vllm:prefix_cache_hits_total",
+    "drafts": "vllm:spec_decode_num_draft_tokens_total",
+    "drafts accepted": "vllm:spec_decode_num_accepted_tokens_total",
+    "running at the end": "vllm:num_requests_running",
+    "cache in use at the end": "vllm:kv_cache_usage_perc",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """clients: at once, for `minutes`. drafts: tokens of the MTP block, 0 for none. new_tokens: at most, of an answer.
+    leaving: share of requests whose client goes away early. cache_mib: memory of the KV cache."""
+
+    clients: int = 64
+    minutes: float = 10.0
+    drafts: int = 2
+    new_tokens: int = 64
+    leaving: float = 0.15
+    cache_mib: int = 64
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A request's answer without company: token ids, and by how much each one's log-probability led the next best."""
+
+    tokens: list[int]
+    leads: list[float]
+
+
+@dataclass
+class Report:
+    """What came of it. `wrong` and `errors` say what was wrong; `ties` are answers that leave the expected one where
+    two tokens were equally likely. `rate`: tokens per second under load. `memory`: seconds and bytes of all processes
+    of the server."""
+
+    plan: Plan
+    seconds: float = 0.0
+    rate: float = 0.0
+    answers: int = 0
+    left: int = 0
+    tokens: int = 0
+    ties: int = 0
+    wrong: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    memory: list[tuple[float, int]] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def growth(self) -> float:
+        """By which share memory grew from the middle of the run to its end."""
+        if len(self.memory) < 2:
+            return 0.0
+        middle = self.memory[len(self.memory) // 2][1]
+        return self.memory[-1][1] / middle - 1.0
+
+    @property
+    def problems(self) -> list[str]:
+        found = [*self.errors, *self.wrong]
+        if self.growth > GROWTH:
+            found.append(f"memory grew by {self.growth:.1%} in the second half")
+        for name in ("running at the end", "cache in use at the end"):
+            if self.metrics.get(name):
+                found.append(f"{name}: {self.metrics[name]:g}")
+        return found
+
+    def as_json(self) -> str:
+        return json.dumps({**asdict(self), "growth": self.growth, "problems": self.problems}, indent=1) + "\n"
+
+
+def prompts(seed: int, vocab: int) -> list[list[int]]:
+    """Random token ids: every head with every tail, and prompts alone."""
+    chance = random.Random(seed)
+
+    def ids(length: int) -> list[int]:
+        return [chance.randrange(3, vocab) for _ in range(length)]
+
+    heads = [ids(length) for length in HEADS]
+    return [[*head, *ids(tail)] for head in heads for tail in TAILS] + [ids(length) for length in ALONE]
+
+
+def judge(report: Report, expected: Alone, got: Sequence[int], wanted: int, whole: bool, name: str) -> None:
+    """Count an answer of `wanted` tokens, or of the part that a client waited for unless `whole`."""
+    report.tokens += len(got)
+    report.answers += whole
+    report.left += not whole
+    if whole and len(got) != wanted:
+        report.errors.append(f"{name}: {len(got)} of {wanted} tokens came")
+        return
+    for place, (theirs, ours) in enumerate(zip(got, expected.tokens)):
+        if theirs != ours:
+            if expected.leads[place] < TIE:
+                report.ties += 1
+            else:
+                report.wrong.append(
+                    f"{name}: token {place} is {theirs}, alone it was {ours} with a lead of {expected.leads[place]:.2g}"
+                )
+            return
+
+
+async def ask(client: AsyncOpenAI, prompt: list[int], tokens: int, leave_after: int | None = None) -> list[int]:
+    """Stream an answer; with `leave_after` the connection is closed after so many tokens."""
+    stream = await client.completions.create(
+        model=NAME, prompt=prompt, max_tokens=tokens, temperature=0, stream=True,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )  # fmt: skip
+    got: list[int] = []
+    async for chunk in stream:
+        for choice in chunk.choices:
+            got += getattr(choice, "token_ids", None) or []
+        if leave_after is not None and len(got) >= leave_after:
+            await stream.close()
+            break
+    return got
+
+
+async def alone(client: AsyncOpenAI, prompt: list[int], tokens: int, salt: str) -> Alone:
+    """The answer while nothing else runs and nothing is shared."""
+    answer = await client.completions.create(
+        model=NAME, prompt=prompt, max_tokens=tokens, temperature=0, logprobs=2,
+        extra_body={"ignore_eos": True, "return_token_ids": True, "cache_salt": salt,
+                    "return_tokens_as_token_ids": True},
+    )  # fmt: skip
+    choice = answer.choices[0]
+    assert choice.logprobs is not None and choice.logprobs.top_logprobs is not None
+    best = [sorted(one.values(), reverse=True) for one in choice.logprobs.top_logprobs]
+    return Alone(list(getattr(choice, "token_ids", ())), [two[0] - two[1] for two in best])
+
+
+async def drive(url: str, pid: int, report: Report, vocab: int, progress: Callable[[float, str], None]) -> None:
+    """Ask each request alone, then all clients at once until the time is over, and once more alone."""
+    plan = report.plan
+    asked = prompts(plan.seed, vocab)
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=600, max_retries=0) as client:
+        expected = []
+        for number, prompt in enumerate(asked):
+            progress(0.0, f"alone: {number} of {len(asked)} requests")
+            expected.append(await alone(client, prompt, plan.new_tokens, f"alone-{number}"))
+        begin = time.monotonic()
+        end = begin + 60 * plan.minutes
+
+        async def one_client(number: int) -> None:
+            chance = random.Random(f"{plan.seed}-{number}")
+            while time.monotonic() < end:
+                which, wanted = chance.randrange(len(asked)), chance.randint(1, plan.new_tokens)
+                leave = chance.randint(1, wanted) if chance.random() < plan.leaving else None
+                name = f"prompt {which} ({len(asked[which])} tokens)"
+                try:
+                    got = await ask(client, asked[which], wanted, leave)
+                except Exception as error:
+                    report.errors.append(f"{name}: {type(error).__name__}: {error}")
+                    await asyncio.sleep(1.0)  # a server that is gone is not asked as fast as possible
+                else:
+                    judge(report, expected[which], got, wanted, leave is None, name)
+
+        async def watch() -> None:
+            while time.monotonic() < end:
+                report.seconds = time.monotonic() - begin
+                report.memory.append((report.seconds, resident(pid)))
+                progress(
+                    report.seconds / 60, f"{report.answers} answers, {report.left} left, {report.ties} ties, "
+                    f"{len(report.wrong)} wrong, {len(report.errors)} errors, {report.memory[-1][1] >> 20} MiB",
+                )  # fmt: skip
+                await asyncio.sleep(SAMPLE_SECONDS)
+
+        await asyncio.gather(watch(), *(one_client(number) for number in range(plan.clients)))
+        report.seconds = time.monotonic() - begin
+        report.rate = report.tokens / report.seconds
+        report.memory.append((report.seconds, resident(pid)))
+        for number, prompt in enumerate(asked):
+            got = await ask(client, prompt, plan.new_tokens)
+            judge(report, expected[number], got, plan.new_tokens, True, f"prompt {number} after the load")
+    report.metrics = metrics(url)
+
+
+def resident(pid: int) -> int:
+    """Bytes that the processes below `pid` and itself have to themselves."""
+    process = psutil.Process(pid)
+    total = 0
+    for one in (process, *process.children(recursive=True)):
+        try:
+            total += one.memory_full_info().uss
+        except psutil.NoSuchProcess:
+            continue
+    return total
+
+
+def metrics(url: str) -> dict[str, float]:
+    """What the server counted, by the names of `METRICS`; what it does not report is left out."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    found: dict[str, float] = {}
+    for name, metric in METRICS.items():
+        values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0] == metric]
+        if values:
+            found[name] = sum(values)
+    return found
+
+
+def measure(report: Report, console: Console, interrupts: Interrupts) -> None:
+    """Serve the demo checkpoint in fp32 on 127.0.0.1, load it, stop it. Fills `report` while it goes on."""
+    plan = report.plan
+    settings = DemoSettings(dtype="float32")
+    with tempfile.TemporaryDirectory(prefix="dsv4-load-") as folder:
+        directory = Path(folder) / "model"
+        write_checkpoint(directory, settings)
+        port = free_port()
+        command = server_command(directory, dtype="float32", port=port)
+        command += ["--max-model-len", str(CONTEXT), "--max-num-batched-tokens", "512", "--enable-prefix-caching"]
+        command += ["--max-num-seqs", str(plan.clients), "--kv-cache-memory-bytes", str(plan.cache_mib << 20)]
+        if plan.drafts:
+            speculation = {"method": "mtp", "num_speculative_tokens": plan.drafts}
+            command += ["--speculative-config", json.dumps(speculation)]
+        interrupts.hold()
+        server = Server(command, port=port, log=Path(folder) / "server.log")
+        try:
+            interrupts.release()
+            wait_until_ready(server, console, interrupts)
+            with progress_bar(console) as bar:
+                asyncio.run(
+                    drive(
+                        server.url, server.process.pid, report, settings.vocab - 32,
+                        lambda done, what: bar(int(done), round(plan.minutes), what),
+                    )
+                )  # fmt: skip
+            server.ready()  # ServerFailedError where it has ended
+        except ServerFailedError as error:
+            raise ServerFailedError("\n".join([str(error), *server.last_lines(12)])) from None
+        finally:
+            interrupts.hold()
+            server.stop()
+
+
+def table(report: Report) -> Table:
+    """What happened, line by line."""
+    plan = report.plan
+    title = f"demo checkpoint: {plan.clients} clients for {report.seconds:.0f} s, {plan.drafts} drafts"
+    result = Table(title=title, box=None, show_header=False)
+    rows: dict[str, str] = {
+        "answers, compared with those alone": f"{report.answers}",
+        "clients that went away": f"{report.left}",
+        "tokens per second": f"{report.rate:.1f}",
+        "wrong answers": f"{len(report.wrong)}",
+        "errors": f"{len(report.errors)}",
+        "ended by a tie": f"{report.ties}",
+    }
+    if report.memory:
+        first, last = report.memory[0][1] >> 20, report.memory[-1][1] >> 20
+        rows["memory of the server"] = f"{first} to {last} MiB, {report.growth:+.2%} in the second half"
+    rows |= {name: f"{value:g}" for name, value in report.metrics.items()}
+    for name, value in rows.items():
+        result.add_row(name, value)
+    return result

@@ -1,0 +1,62 @@
+"""`bench load` without a server: how an answer is judged, and what makes the report a failure."""
+
+from __future__ import annotations
+
+import io
+import json
+import urllib.request
+
+import pytest
+
+from dsv4_triton.bench import load
+from dsv4_triton.bench.load import ALONE, HEADS, TAILS, Alone, Plan, Report, judge, metrics, prompts
+
+EXPECTED = Alone([5, 6, 7, 8], [1.0, 1e-5, 1.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("got", "wanted", "whole", "counts"),
+    [
+        ([5, 6, 7, 8], 4, True, (1, 0, 0, 0, 0)),
+        ([5, 6], 2, True, (1, 0, 0, 0, 0)),
+        ([5], 4, False, (0, 1, 0, 0, 0)),
+        ([], 4, False, (0, 1, 0, 0, 0)),
+        ([5, 9, 1, 1], 4, True, (1, 0, 1, 0, 0)),
+        ([5, 6, 9, 8], 4, True, (1, 0, 0, 1, 0)),
+        ([9], 4, False, (0, 1, 0, 1, 0)),
+        ([5, 6, 7], 4, True, (1, 0, 0, 0, 1)),
+    ],
+)
+def test_an_answer_is_held_to_the_one_alone(
+    got: list[int], wanted: int, whole: bool, counts: tuple[int, int, int, int, int]
+) -> None:
+    """Counted are answers, those whose client left, ties, wrong ones and errors."""
+    report = Report(Plan())
+    judge(report, EXPECTED, got, wanted, whole, "one")
+    assert (report.answers, report.left, report.ties, len(report.wrong), len(report.errors)) == counts
+
+
+def test_prompts_share_heads_and_fit() -> None:
+    found = prompts(0, 400)
+    assert len(found) == len(HEADS) * len(TAILS) + len(ALONE) == len({tuple(p) for p in found})
+    assert found == prompts(0, 400) != prompts(1, 400)
+    assert found[0][: HEADS[0]] == found[1][: HEADS[0]]
+    assert max(map(len, found)) + Plan().new_tokens <= load.CONTEXT and max(map(max, found)) < 400
+
+
+def test_what_is_a_problem() -> None:
+    report = Report(Plan(), memory=[(0.0, 50), (5.0, 100), (10.0, 101)], metrics={"running at the end": 0.0})
+    assert report.problems == [] and report.growth == pytest.approx(0.01)
+    report.memory.append((15.0, 120))
+    report.metrics |= {"running at the end": 1.0, "cache in use at the end": 0.5}
+    report.errors.append("gone")
+    assert [problem.split(":")[0] for problem in report.problems] == [
+        "gone", "memory grew by 18.8% in the second half", "running at the end", "cache in use at the end"
+    ]  # fmt: skip
+    assert json.loads(report.as_json())["problems"] == report.problems
+
+
+def test_metrics_are_summed_over_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = '# HELP x\nvllm:num_requests_running{engine="0"} 1.0\nvllm:num_requests_running{engine="1"} 2.0\nother 5\n'
+    monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: io.BytesIO(text.encode()))
+    assert metrics("http://127.0.0.1:1") == {"running at the end": 3.0}
