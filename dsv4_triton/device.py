@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cache
 from typing import Literal
 
 KiB = 1024
@@ -221,6 +222,14 @@ def acting_as(family: Family) -> Iterator[None]:
         _acting = saved
 
 
+@cache
+def _npu_family() -> Family:
+    """Asking the driver takes longer than a launch, and the devices of a machine are of one kind."""
+    import torch_npu
+
+    return family_of_soc(torch_npu.npu.get_device_name(0))
+
+
 def family_of(device_type: str) -> Family:
     """The family that serves tensors of a torch device type.
 
@@ -231,9 +240,7 @@ def family_of(device_type: str) -> Family:
     if device_type == "cuda" and _acting is CUDA:
         return CUDA
     if device_type == "npu":
-        import torch_npu
-
-        return family_of_soc(torch_npu.npu.get_device_name(0))
+        return _npu_family()
     raise UnsupportedDeviceError(
         f"tensors on device type {device_type!r} are not supported; use {' or '.join(map(repr, DEVICE_TYPES))}"
     )

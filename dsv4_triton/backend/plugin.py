@@ -6,7 +6,9 @@ a kernel, and touch no device.
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
 MODEL_TYPE = "deepseek_v4"
@@ -19,6 +21,10 @@ CONFIG_CHECK = "dsv4_triton.backend.limits:check"
 DRAFT_CHECK = "dsv4_triton.backend.limits:check_draft"
 API_EXTENSION = "dsv4_triton.backend.api_server:answer_client_errors"
 HOST_PLATFORM_CLASS = "dsv4_triton.backend.platform_cpu.HostPlatform"
+NPU_PLATFORM_CLASS = "dsv4_triton.backend.platform_npu.NpuPlatform"
+PLATFORM_VARIABLE = "DSV4_TRITON_PLATFORM"
+"""Environment variable that asks for a platform of this project: "npu" although vllm-ascend is installed, which has to be
+left out of VLLM_PLUGINS then; "cpu" although torch_npu is."""
 
 _PLATFORM_GROUP = "vllm.platform_plugins"
 _probing_platforms = False
@@ -39,14 +45,20 @@ def register() -> None:
 
 
 def platform() -> str | None:
-    """The development platform's class on a CPU build of vLLM; None where another plugin serves the machine."""
+    """The NPU platform's class where torch_npu is installed, the development platform's on a CPU build of vLLM; None
+    where another plugin serves the machine."""
     global _probing_platforms
     if _probing_platforms:
         return None
     _probing_platforms = True
     try:
+        asked = os.environ.get(PLATFORM_VARIABLE)
+        if asked == "npu":
+            return NPU_PLATFORM_CLASS
         if _other_platform_active():
             return None
+        if asked != "cpu" and find_spec("torch_npu") is not None and find_spec("vllm_ascend") is None:
+            return NPU_PLATFORM_CLASS
         from vllm.platforms import cpu_platform_plugin
 
         return HOST_PLATFORM_CLASS if cpu_platform_plugin() is not None else None

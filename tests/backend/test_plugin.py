@@ -84,6 +84,25 @@ def test_platform_stands_aside_for_another_plugin(
     assert plugin.platform() == (None if stands_aside else plugin.HOST_PLATFORM_CLASS)
 
 
+@pytest.mark.parametrize(
+    ("installed", "asked", "chosen"),
+    [
+        (("torch_npu",), None, plugin.NPU_PLATFORM_CLASS),
+        (("torch_npu",), "cpu", plugin.HOST_PLATFORM_CLASS),
+        (("torch_npu", "vllm_ascend"), None, plugin.HOST_PLATFORM_CLASS),
+        (("torch_npu", "vllm_ascend"), "npu", plugin.NPU_PLATFORM_CLASS),
+    ],
+)
+def test_platform_where_torch_npu_is_installed(
+    monkeypatch: pytest.MonkeyPatch, installed: tuple[str, ...], asked: str | None, chosen: str
+) -> None:
+    """vllm-ascend claims no device here, so that the development platform of the CPU build is what is left."""
+    monkeypatch.setattr(plugin, "find_spec", lambda name: object() if name in installed else None)
+    if asked is not None:
+        monkeypatch.setenv(plugin.PLATFORM_VARIABLE, asked)
+    assert plugin.platform() == chosen
+
+
 class Layer:
     """Records what the op hands on."""
 

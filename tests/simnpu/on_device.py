@@ -73,8 +73,10 @@ def test_unknown_operators_have_no_kernel() -> None:
 def test_the_stand_in_names_what_it_lacks() -> None:
     import torch_npu
 
-    with pytest.raises(AttributeError, match=r"torch_npu\.npu_rms_norm"):
+    with pytest.raises(NotImplementedError, match=r"torch_npu\.npu_rms_norm"):
         torch_npu.npu_rms_norm(torch.ones(3, device=NPU))
+    with pytest.raises(AttributeError, match=r"torch_npu\.nothing"):
+        torch_npu.nothing  # noqa: B018
     with pytest.raises(AttributeError, match=r"torch\.npu\.nothing"):
         torch.npu.nothing()
 
