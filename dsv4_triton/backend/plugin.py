@@ -23,7 +23,7 @@ API_EXTENSION = "dsv4_triton.backend.api_server:answer_client_errors"
 HOST_PLATFORM_CLASS = "dsv4_triton.backend.platform_cpu.HostPlatform"
 NPU_PLATFORM_CLASS = "dsv4_triton.backend.platform_npu.NpuPlatform"
 PLATFORM_VARIABLE = "DSV4_TRITON_PLATFORM"
-"""Environment variable that asks for a platform of this project: "npu" although vllm-ascend is installed, which has to be
+"""Environment variable that asks for a platform of this project: "npu" although vllm-ascend is installed, which must be
 left out of VLLM_PLUGINS then; "cpu" although torch_npu is."""
 
 _PLATFORM_GROUP = "vllm.platform_plugins"

@@ -1,7 +1,8 @@
 """What vLLM 0.27.1 does with Triton kernels of its own, in torch operations without a copy to the host.
 
 Names and arguments are those of vLLM's kernels (v1/worker/block_table.py, v1/spec_decode/utils.py,
-v1/sample/rejection_sampler.py), after the launch's grid; entries that a kernel does not write stay as they are.
+v1/sample/rejection_sampler.py), after the launch's grid; entries that a kernel does not write stay as they are. Some of
+those kernels do not compile with triton-ascend 3.2, and all are tuned for GPUs.
 """
 
 from __future__ import annotations
