@@ -135,7 +135,7 @@ class NpuPlatform(Platform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        """ConfigError for a model that is not DeepSeek-V4."""
+        """ConfigError for a model that is not DeepSeek-V4, and for vLLM's second model runner."""
         from dsv4_triton.backend.compat import split_graph_at
         from dsv4_triton.backend.serving import Serving
 
@@ -146,6 +146,10 @@ class NpuPlatform(Platform):
             raise ConfigError(
                 f"the NPU platform of dsv4_triton serves {ARCHITECTURE} and no {' or '.join(model.architectures)}; "
                 f"install vllm-ascend for other models"
+            )
+        if vllm_config.use_v2_model_runner:
+            raise ConfigError(
+                "VLLM_USE_V2_MODEL_RUNNER is 1, but NPUs are served by vLLM's first model runner; unset it"
             )
         vllm_config.cache_config.block_size = Serving.of(vllm_config).layout.block_size
         parallel = vllm_config.parallel_config

@@ -83,6 +83,7 @@ def use_npu() -> None:
     for owner, names in KERNELS.items():
         for name in names:
             replace(owner, name, Launches(getattr(upstream_kernels, name.lstrip("_"))))
+    replace("vllm.v1.sample.ops.topk_topp_sampler", "HAS_TRITON", False)  # it has the same in torch
     replace("vllm.v1.worker.gpu_model_runner", "KVBlockZeroer", PageZeroer)
     for owner in ("vllm.v1.worker.utils", "vllm.v1.worker.gpu_model_runner"):
         replace(owner, "bind_kv_cache", _bind_kv_cache)

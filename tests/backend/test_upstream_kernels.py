@@ -26,7 +26,7 @@ ORIGINALS = {
     "eagle_prepare_next_token_padded_kernel": "vllm.v1.spec_decode.utils",
 }
 NEWER = {"tl.sum(is_valid_mask)": "tl.sum(is_valid_mask.to(tl.int32))", "dtype=tl.uint32": "dtype=tl.int32"}
-"""triton-ascend 3.2 sums booleans as booleans, where newer Triton widens them: vLLM's kernel does not compile with it."""
+"""triton-ascend 3.2 sums booleans as booleans, newer Triton as integers: vLLM's kernel does not compile with it."""
 
 
 @pytest.fixture(scope="module")
