@@ -72,7 +72,7 @@ class NpuWorker(Worker):
         return nullcontext()
 
     def compile_or_warm_up_model(self) -> Any:
-        """Compile every kernel before any graph is captured, which could not."""
-        if self.warm_up:
+        """Compile every kernel first. None can be while a graph is captured, so graphs need it whatever is asked for."""
+        if self.warm_up or not self.model_config.enforce_eager:
             self.model_runner.model.warm_up(self.model_runner)
         return super().compile_or_warm_up_model()
