@@ -88,6 +88,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 
 @pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with which a step is quick."""
+    from dsv4_triton.demo.checkpoint import write_checkpoint
+    from tests.model.random_schedules import TINY
+
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    write_checkpoint(folder, TINY)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def oracle(checkpoint: Callable[[str], Path]) -> Callable[[str], Oracle]:
     """The oracle of the weights of either checkpoint."""
     known: dict[str, Oracle] = {}

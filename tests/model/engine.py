@@ -92,9 +92,9 @@ def forget(llm: Any) -> None:
 
 
 def shuffle_free_blocks(llm: Any, seed: int) -> None:
-    """Hand out cache blocks in random order from now on."""
+    """Hand out cache blocks in random order from now on; the order depends on which are free and the seed alone."""
     pool = block_pool(llm)
-    free = pool.free_block_queue.get_all_free_blocks()
+    free = sorted(pool.free_block_queue.get_all_free_blocks(), key=lambda block: block.block_id)
     random.Random(seed).shuffle(free)
     pool.free_block_queue = type(pool.free_block_queue)(free)
 
@@ -116,7 +116,8 @@ def poisoned_pages(llm: Any) -> Iterator[None]:
 
     def take_poisoned(count: int) -> list[Any]:
         blocks = take(count)
-        memory[[block.block_id for block in blocks]] = 0xFF
+        for block in blocks:
+            memory[block.block_id].fill_(0xFF)
         return blocks
 
     pool.get_new_blocks = take_poisoned

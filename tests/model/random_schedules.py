@@ -1,0 +1,352 @@
+"""Random schedules: hypothesis draws what arrives, is aborted and is computed in a step, as a list of plain events.
+
+`Truths` computes every request once, alone and in whole prompts; `Driver` runs events through vLLM's scheduler and
+compares whatever a step says with that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from dsv4_triton.backend import attention
+from dsv4_triton.demo.checkpoint import DemoSettings
+from dsv4_triton.model import moe
+from tests.model import engine
+from tests.model.speculation import told_drafts
+from tests.model.test_schedules import TOLERANCE
+
+TINY = DemoSettings(
+    ratios=(4, 128),
+    hash_layers=1,
+    hidden=64,
+    heads=2,
+    q_lora=32,
+    o_groups=1,
+    o_lora=32,
+    experts=8,
+    experts_per_token=2,
+    intermediate=32,
+    context=2048,
+    dtype="float32",
+)
+"""Every kind of cache, router and expert in two layers."""
+TOKENS = 24
+"""The longest answer."""
+SEQUENCES = 12
+"""Requests that run at once."""
+CHUNK = 128
+"""Tokens of a step at most; solo runs take a prompt in one step."""
+CLOSE = 2e-5
+"""No choice of a truth is closer than this, as a share of the largest score: choices of entries and experts, and the
+token. Rounding, which depends on the number of rows of a step, moves scores by a few 1e-6; where it could change a
+choice, no tolerance would tell rounding from an error."""
+
+
+class Arrive(NamedTuple):
+    """A request for `tokens` tokens after prompt number `prompt`; `scored` asks for those of the prompt, too."""
+
+    prompt: int
+    tokens: int
+    scored: bool
+
+
+class Abort(NamedTuple):
+    """Of the living requests this one (modulo their number)."""
+
+    which: int
+
+
+class Room(NamedTuple):
+    """So many cache blocks more than the longest request needs."""
+
+    blocks: int
+
+
+class Steps(NamedTuple):
+    """So many steps of at most `tokens` tokens."""
+
+    count: int
+    tokens: int
+
+
+Event = Arrive | Abort | Room | Steps
+
+
+class Truth(NamedTuple):
+    """A prompt, its tokens' log-probabilities [n - 1], its greedy continuation and the log-probabilities of that."""
+
+    prompt: list[int]
+    prompt_scores: torch.Tensor
+    answer: list[int]
+    scores: torch.Tensor
+
+
+@contextlib.contextmanager
+def choices() -> Iterator[list[float]]:
+    """How far apart what is chosen and what is not are, at least, in each call of indexer and router."""
+    gaps: list[float] = []
+    topk, router = attention.indexer_topk, moe.moe_router
+
+    def gap(scores: torch.Tensor, k: int) -> None:
+        best = scores.sort(dim=-1, descending=True).values
+        largest = scores.abs().masked_fill(scores.isinf(), 0).amax(dim=-1)
+        gaps.append(float(((best[:, k - 1] - best[:, k]) / largest).min()))
+
+    def chosen_entries(scores: torch.Tensor, visible: torch.Tensor, k: int, **named: Any) -> torch.Tensor:
+        many = visible > k
+        if many.any():
+            hidden = torch.arange(scores.shape[1]) >= visible[:, None]
+            gap(scores.masked_fill(hidden, float("-inf"))[many], k)
+        return topk(scores, visible, k, **named)
+
+    def chosen_experts(logits: torch.Tensor, k: int, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if named["bias"] is not None:
+            gap(torch.nn.functional.softplus(logits).sqrt() + named["bias"], k)
+        return router(logits, k, **named)
+
+    attention.indexer_topk, moe.moe_router = chosen_entries, chosen_experts
+    try:
+        yield gaps
+    finally:
+        attention.indexer_topk, moe.moe_router = topk, router
+
+
+def alone(llm: Any, prompt: list[int], tokens: int = TOKENS) -> tuple[Truth, float, int]:
+    """The truth of a request, by how much each token that was chosen is better than the next, at least, and how many
+    cache blocks the request held at most."""
+    from vllm import SamplingParams
+
+    engine.forget(llm)
+    free = engine.block_pool(llm).get_num_free_blocks
+    total, least = free(), free()
+    parameters = SamplingParams(temperature=0, max_tokens=tokens, logprobs=2, prompt_logprobs=0, ignore_eos=True)
+    llm.llm_engine.add_request("alone", {"prompt_token_ids": prompt}, parameters)
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            answer = output.outputs[0]
+        least = min(least, free())
+    best = [sorted((entry.logprob for entry in place.values()), reverse=True) for place in answer.logprobs]
+    scores = chosen(answer.token_ids, answer.logprobs)
+    truth = Truth(prompt, chosen(prompt[1:], output.prompt_logprobs[1:]), list(answer.token_ids), scores)
+    return truth, min(first - second for first, second, *_ in best), total - least
+
+
+def clear_of_ties(llm: Any, start: list[int], tail: int, tokens: int = TOKENS) -> Truth:
+    """The truth of `start` and `tail` more tokens, the first ones by seed that lead to no choice that is close."""
+    for seed in itertools.count():
+        with choices() as gaps:
+            truth, margin, _ = alone(llm, start + engine.prompt(tail, seed), tokens)
+        if min([margin, *gaps]) > CLOSE:
+            return truth
+        assert tail and seed < 50, "no tokens without a close choice"
+    raise AssertionError
+
+
+class Truths:
+    """Requests of all kinds of lengths, several with a shared beginning, each computed alone by a plain engine.
+
+    `most_blocks` is how many cache blocks any of them holds at once in steps of CHUNK tokens.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        shared = clear_of_ties(llm, [], 600).prompt
+        starts = [0] * 8 + [256, 257, 300, 512, 520, 600]
+        tails = [1, 3, 5, 60, 127, 128, 129, 260, 1, 0, 90, 1, 40, 0]
+        self.all = [clear_of_ties(llm, shared[:start], tail) for start, tail in zip(starts, tails, strict=True)]
+        with engine.chunks_of(llm, CHUNK):
+            self.most_blocks = alone(llm, max((truth.prompt for truth in self.all), key=len))[2]
+
+
+def chosen(tokens: Sequence[int], places: Sequence[Any]) -> torch.Tensor:
+    """The log-probabilities of tokens, of what vLLM says of each place."""
+    return torch.tensor([place[token].logprob for token, place in zip(tokens, places, strict=True)])
+
+
+def events(prompts: int) -> st.SearchStrategy[list[Event]]:
+    """1 to 60 events; each shrinks to what is least of its kind."""
+    arrive = st.builds(
+        Arrive, st.integers(0, prompts - 1), st.integers(1, TOKENS), st.sampled_from([False, False, True])
+    )
+    steps = st.builds(Steps, st.integers(1, 6), st.integers(1, CHUNK))
+    abort, room = st.builds(Abort, st.integers(0, SEQUENCES - 1)), st.builds(Room, st.integers(0, 20))
+    event = st.sampled_from([steps] * 4 + [arrive] * 6 + [abort, room, room]).flatmap(lambda kind: kind)
+    return st.integers(1, 60).flatmap(lambda count: st.lists(event, min_size=count, max_size=count))
+
+
+class Driver:
+    """An engine to which events happen. `steps` and `seen` count, over all runs, its steps and what came to pass."""
+
+    def __init__(self, llm: Any, truths: Truths, drafts: int) -> None:
+        self.llm, self.truths, self.drafts = llm, truths, drafts
+        self.steps = 0
+        self.seen: Counter[str] = Counter()
+        self._names = itertools.count()
+        self._living: dict[str, Arrive] = {}
+        self._taken: list[Any] = []
+        self._dirty: set[int] = set()
+
+    def explore(self, examples: int, *, shrink: bool = True) -> None:
+        """Run `examples` lists of events; a failure shows the shortest one found that fails."""
+
+        @settings(
+            max_examples=examples,
+            derandomize=True,
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
+        )
+        @given(events(len(self.truths.all)))
+        def holds(happening: list[Event]) -> None:
+            self.run(happening)
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._poisoned())
+            stack.enter_context(self._preemptions())
+            if self.drafts:
+                truths = [(truth.prompt, truth.answer) for truth in self.truths.all]
+                stack.enter_context(told_drafts(self.llm, truths, self._right))
+            holds()
+
+    def run(self, happening: Sequence[Event]) -> None:
+        """From an empty engine and cache through these events and on until the last request has its answer."""
+        pool = engine.block_pool(self.llm)
+        engine.forget(self.llm)
+        engine.shuffle_free_blocks(self.llm, 0)
+        self._dirty = set(range(pool.num_gpu_blocks))
+        free = pool.get_num_free_blocks()
+        try:
+            for event in happening:
+                self._happens(event)
+            self._happens(Room(free))
+            self._happens(Steps(5000, CHUNK))
+            assert not self._living, f"no answer for {self._living}"
+            assert pool.get_num_free_blocks() == free, "blocks were lost"
+        finally:
+            self._clear()
+
+    def _happens(self, event: Event) -> None:
+        if isinstance(event, Arrive):
+            self._arrive(event)
+        elif isinstance(event, Abort):
+            if self._living:
+                name = list(self._living)[event.which % len(self._living)]
+                del self._living[name]
+                self.llm.llm_engine.abort_request([name])
+                self.seen["aborted"] += 1
+        elif isinstance(event, Room):
+            self._give_back()
+            pool = engine.block_pool(self.llm)
+            spare = pool.num_gpu_blocks - 1 - self.truths.most_blocks - 8 - event.blocks
+            if (count := min(spare, pool.get_num_free_blocks())) > 0:
+                self._taken = pool.get_new_blocks(count)
+        else:
+            with engine.chunks_of(self.llm, event.tokens):
+                for _ in range(event.count):
+                    if not self.llm.llm_engine.has_unfinished_requests():
+                        break
+                    self._step()
+
+    def _arrive(self, event: Arrive) -> None:
+        from vllm import SamplingParams
+
+        name = f"request {next(self._names)}"
+        self._living[name] = event
+        parameters = SamplingParams(
+            temperature=0,
+            max_tokens=event.tokens,
+            logprobs=0,
+            prompt_logprobs=0 if event.scored else None,
+            ignore_eos=True,
+        )
+        self.llm.llm_engine.add_request(name, {"prompt_token_ids": self.truths.all[event.prompt].prompt}, parameters)
+
+    def _step(self) -> None:
+        self.steps += 1
+        for output in self.llm.llm_engine.step():
+            event = self._living[output.request_id]
+            truth, answer = self.truths.all[event.prompt], output.outputs[0]
+            count = len(answer.token_ids)
+            assert list(answer.token_ids) == truth.answer[:count], f"{event}: other tokens"
+            pairs = [(chosen(answer.token_ids, answer.logprobs), truth.scores[:count])]
+            if event.scored:
+                pairs.append((chosen(truth.prompt[1:], output.prompt_logprobs[1:]), truth.prompt_scores))
+            difference = engine.worst(*zip(*pairs, strict=True))
+            assert difference <= TOLERANCE, f"{event}: log-probabilities differ by {difference:.2g} at token {count}"
+            if output.finished:
+                assert count == event.tokens
+                self.seen["hit"] += bool(output.num_cached_tokens)
+                self.seen["finished"] += 1
+                del self._living[output.request_id]
+
+    def _right(self, request: int, position: int) -> int:
+        """How many drafts after this position of this request are right."""
+        return random.Random(f"{request} {position}").randrange(self.drafts + 1)
+
+    @contextlib.contextmanager
+    def _poisoned(self) -> Iterator[None]:
+        """Blocks hold 0xFF bytes, NaN in rows, from when they are given back and not kept for hits, and at the latest
+        when they are handed out. So does the null block."""
+        pool, memory = engine.block_pool(self.llm), engine.pages(self.llm)
+        take, free = pool.get_new_blocks, pool.free_blocks
+        memory[0].fill_(0xFF)
+
+        def poison(blocks: Sequence[Any]) -> None:
+            for block in blocks:
+                if block.block_id in self._dirty:
+                    memory[block.block_id].fill_(0xFF)
+                    self._dirty.remove(block.block_id)
+
+        def take_poisoned(count: int) -> list[Any]:
+            blocks = take(count)
+            poison(blocks)
+            self._dirty.update(block.block_id for block in blocks)
+            return blocks
+
+        def free_poisoned(blocks: Any) -> None:
+            given_back = list(blocks)
+            free(given_back)
+            poison([b for b in given_back if b.ref_cnt == 0 and b.block_hash is None and not b.is_null])
+
+        pool.get_new_blocks, pool.free_blocks = take_poisoned, free_poisoned
+        try:
+            yield
+        finally:
+            del pool.get_new_blocks, pool.free_blocks
+            memory[0].fill_(0)
+
+    @contextlib.contextmanager
+    def _preemptions(self) -> Iterator[None]:
+        inner = engine.scheduler(self.llm)
+        preempt = inner._preempt_request
+
+        def counted(*request: Any, **named: Any) -> None:
+            self.seen["preempted"] += 1
+            preempt(*request, **named)
+
+        inner._preempt_request = counted
+        try:
+            yield
+        finally:
+            del inner._preempt_request
+
+    def _give_back(self) -> None:
+        engine.block_pool(self.llm).free_blocks(self._taken)
+        self._taken = []
+
+    def _clear(self) -> None:
+        """Whatever a failure left."""
+        self._give_back()
+        self.llm.llm_engine.abort_request(list(self._living))
+        self._living.clear()
+        while self.llm.llm_engine.has_unfinished_requests():
+            self.llm.llm_engine.step()
