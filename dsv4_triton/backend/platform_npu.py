@@ -25,6 +25,8 @@ logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's logger, so t
 WORKER_CLASS = "dsv4_triton.backend.worker_npu.NpuWorker"
 EAGER_BREAKS = "VLLM_USE_BREAKABLE_CUDAGRAPH"
 """vLLM's graphs with eager pieces, which it switches on for DeepSeek-V4: here a decode step is one graph."""
+TASK_QUEUE = "TRITON_ENABLE_TASKQUEUE"
+"""triton-ascend's switch for launches through torch_npu's task queue; without it each launch ends in a wait."""
 
 
 def _npu() -> Any:
@@ -135,7 +137,7 @@ class NpuPlatform(Platform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        """ConfigError for a model that is not DeepSeek-V4, and for vLLM's second model runner."""
+        """ConfigError for a model that is not DeepSeek-V4 and for what would end a capture or a step of it."""
         from dsv4_triton.backend.compat import split_graph_at
         from dsv4_triton.backend.serving import Serving
 
@@ -151,6 +153,7 @@ class NpuPlatform(Platform):
             raise ConfigError(
                 "VLLM_USE_V2_MODEL_RUNNER is 1, but NPUs are served by vLLM's first model runner; unset it"
             )
+        _check_graphs(vllm_config.compilation_config.cudagraph_mode)
         vllm_config.cache_config.block_size = Serving.of(vllm_config).layout.block_size
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "auto":
@@ -161,3 +164,21 @@ class NpuPlatform(Platform):
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
         """The block size is that of the cache geometry."""
+
+
+def _check_graphs(mode: Any) -> None:
+    """ConfigError for graphs that cannot be captured."""
+    from vllm.config import CUDAGraphMode
+
+    if mode == CUDAGraphMode.NONE:
+        return
+    if mode != CUDAGraphMode.FULL_DECODE_ONLY:
+        raise ConfigError(
+            f"cudagraph_mode of --compilation-config is {mode.name}: decode steps are captured whole, prefills are "
+            f"not; it takes FULL_DECODE_ONLY or NONE"
+        )
+    if os.environ.get(TASK_QUEUE, "true").lower() not in ("true", "1"):
+        raise ConfigError(
+            f"{TASK_QUEUE} is {os.environ[TASK_QUEUE]}: triton-ascend then waits for every kernel, which no graph can "
+            f"capture; unset it or say --enforce-eager"
+        )

@@ -27,6 +27,13 @@ class NpuModelRunner(GPUModelRunner):
     def _init_device_properties(self) -> None:
         self.num_sms = current_platform.num_compute_units(self.device.index)
 
+    def _warmup_and_capture(
+        self, desc: Any, cudagraph_runtime_mode: Any, profile_seq_lens: int | None = None, **options: Any
+    ) -> None:
+        """Run the step before it is captured with the launches of the capture, which are those of the longest
+        sequences: none may be compiled or loaded then."""
+        super()._warmup_and_capture(desc, cudagraph_runtime_mode, profile_seq_lens=self.max_model_len, **options)
+
 
 class NpuWorker(Worker):
     """vLLM's worker, which knows how to begin on CUDA only."""
@@ -72,7 +79,7 @@ class NpuWorker(Worker):
         return nullcontext()
 
     def compile_or_warm_up_model(self) -> Any:
-        """Compile every kernel first. None can be while a graph is captured, so graphs need it whatever is asked for."""
-        if self.warm_up or not self.model_config.enforce_eager:
+        """Compile what requests can ask for, before graphs are captured."""
+        if self.warm_up:
             self.model_runner.model.warm_up(self.model_runner)
         return super().compile_or_warm_up_model()

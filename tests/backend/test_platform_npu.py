@@ -1,0 +1,50 @@
+"""The NPU platform refuses what it cannot serve before anything is loaded; its device is not needed for that."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dsv4_triton.backend.plugin import ARCHITECTURE
+from dsv4_triton.config import ConfigError
+
+
+def config(**changed: Any) -> SimpleNamespace:
+    from vllm.config import CUDAGraphMode
+
+    mode = CUDAGraphMode[changed.pop("graphs", "FULL_DECODE_ONLY")]
+    return SimpleNamespace(
+        model_config=SimpleNamespace(architectures=[changed.pop("architecture", ARCHITECTURE)]),
+        use_v2_model_runner=changed.pop("second_runner", False),
+        compilation_config=SimpleNamespace(cudagraph_mode=mode),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"architecture": "LlamaForCausalLM"}, "no LlamaForCausalLM; install vllm-ascend"),
+        ({"second_runner": True}, "VLLM_USE_V2_MODEL_RUNNER is 1"),
+        ({"graphs": "FULL_AND_PIECEWISE"}, "is FULL_AND_PIECEWISE: .* it takes FULL_DECODE_ONLY or NONE"),
+    ],
+)
+def test_what_cannot_be_served(changed: dict[str, Any], message: str) -> None:
+    from dsv4_triton.backend.platform_npu import NpuPlatform
+
+    with pytest.raises(ConfigError, match=message):
+        NpuPlatform.check_and_update_config(config(**changed))
+
+
+def test_graphs_need_the_task_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config import CUDAGraphMode
+
+    from dsv4_triton.backend import platform_npu
+
+    monkeypatch.setenv(platform_npu.TASK_QUEUE, "0")
+    platform_npu._check_graphs(CUDAGraphMode.NONE)
+    with pytest.raises(ConfigError, match="TRITON_ENABLE_TASKQUEUE is 0"):
+        platform_npu._check_graphs(CUDAGraphMode.FULL_DECODE_ONLY)
+    monkeypatch.delenv(platform_npu.TASK_QUEUE)
+    platform_npu._check_graphs(CUDAGraphMode.FULL_DECODE_ONLY)
