@@ -1,7 +1,8 @@
 """One engine in a process of its own, driven through some cases: `python -m tests.npu.serve JSON` prints JSON.
 
 The argument has `checkpoint`, `options` of the engine and the names of `cases` (below); the result has the answers of
-each case as [tokens, log-probabilities, tokens from the prefix cache], and what the engine did.
+each case as [tokens, log-probabilities, tokens from the prefix cache], how many graphs this process captured and
+replayed, and which part of its device's memory was allocated at most; several ranks have processes of their own.
 """
 
 from __future__ import annotations
@@ -79,17 +80,12 @@ CASES: dict[str, Callable[[Any], Answers]] = {
 def run(checkpoint: str, options: dict[str, Any], cases: list[str]) -> dict[str, Any]:
     """The answers of the cases, in this process and on the platform that vLLM finds here."""
     with engine.engine(checkpoint, **options) as llm:
-        runner = engine.runner(llm)
         result: dict[str, Any] = {name: CASES[name](llm) for name in cases}
-        result["device"] = str(runner.device)
-        result["caches"] = sorted({str(layer.rows.dtype) for layer in caches(llm)})
-        if runner.device.type == "npu":
+        result["device"] = llm.llm_engine.vllm_config.device_config.device_type
+        if result["device"] == "npu":
             result |= {"captures": torch.npu.NPUGraph.captures, "replays": torch.npu.NPUGraph.replays}
+            result["peak"] = torch.npu.max_memory_allocated() / torch.npu.mem_get_info()[1]
     return result
-
-
-def caches(llm: Any) -> list[Any]:
-    return [layer.attn.caches.window for layer in engine.model(llm).model.layers]
 
 
 if __name__ == "__main__":

@@ -162,6 +162,7 @@ FORBIDDEN: dict[str, Callable[[torch.Tensor], object]] = {
     "a list": lambda x: torch.tensor([1, 2], device=NPU),
     "nonzero": lambda x: x.nonzero(),
     "a mask": lambda x: x[x > 0],
+    "repeats of unknown number": lambda x: x.repeat_interleave(x.to(torch.int64)),
     "indices on the host": lambda x: x[torch.tensor([1, 2])],
     "the device": lambda x: torch.npu.synchronize(),
     "a stream": lambda x: torch.npu.current_stream().synchronize(),

@@ -132,7 +132,8 @@ void refuse_host_reads(const std::string& name, const Stack& host) {
   if (capturing == nullptr) {
     return;
   }
-  if (kReads.count(name) != 0) {
+  const bool unsized = name == "aten::repeat_interleave" && host.back().isNone();  // the sum of the repeats
+  if (kReads.count(name) != 0 || unsized) {
     refuse_in_capture(name);
   }
   if (name == "aten::index") {

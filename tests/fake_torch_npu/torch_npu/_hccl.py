@@ -15,7 +15,12 @@ def _on_host(value: Any) -> Any:
 
 def _collective(name: str) -> Any:
     def call(self: "ProcessGroupHCCL", *arguments: Any) -> Any:
-        return getattr(self.gloo, name)(*map(_on_host, arguments))
+        from torch_npu import npu
+
+        run, arguments = getattr(self.gloo, name), tuple(map(_on_host, arguments))
+        if torch.ops.simnpu.capturing():
+            npu.NPUGraph.capturing.record_launch(lambda: run(*arguments).wait())
+        return run(*arguments)
 
     return call
 
@@ -33,8 +38,12 @@ class ProcessGroupHCCL(distributed.ProcessGroup):
         return "hccl"
 
 
-for _name in ("allreduce", "broadcast", "allgather", "_allgather_base", "gather", "scatter", "barrier", "send", "recv"):
-    setattr(ProcessGroupHCCL, _name, _collective(_name))
+SAME = ("allreduce", "broadcast", "allgather", "_allgather_base", "reduce_scatter", "_reduce_scatter_base", "barrier")
+SAME += ("gather", "scatter", "alltoall", "send", "recv")
+OTHER = {"all_gather_single": "_allgather_base", "reduce_scatter_single": "_reduce_scatter_base"}
+"""What torch 2.13 calls on a group, and gloo's name for it."""
+for _name, _gloo in {**{name: name for name in SAME}, **OTHER}.items():
+    setattr(ProcessGroupHCCL, _name, _collective(_gloo))
 
 
 def register() -> None:
