@@ -275,6 +275,7 @@ FamilyChoice = Literal["auto", "a2", "a3", "a5", "host"]
 Switch = Literal["auto", "on", "off"]
 IndexChoice = Literal["auto", "plain", "int8", "e4m3"]
 Geometry = Literal["fine", "vllm-ascend"]
+GeometryChoice = Literal["auto", "fine", "vllm-ascend"]
 OutputFormat = Literal["plain", "mxfp8"]
 """Operands of the grouped output projection: in the activations' dtype, or both quantised to MX blocks of e4m3."""
 
@@ -284,7 +285,7 @@ BLOCK_SIZES: dict[Geometry, tuple[int, ...]] = {"fine": (256,), "vllm-ascend": (
 _CHOICES: dict[str, tuple[str, ...]] = {
     "device_family": ("auto", *FAMILIES),
     "kv_fake_quant": ("auto", "on", "off"),
-    "geometry": tuple(BLOCK_SIZES),
+    "geometry": ("auto", *BLOCK_SIZES),
     "index_format": ("auto", "plain", "int8", "e4m3"),
     "o_proj_format": ("plain", "mxfp8"),
     "warm_up": ("on", "off"),
@@ -338,9 +339,10 @@ class Options:
     """Whose cache formats and kernel variants to use; `auto` is the device's own. The host takes any family."""
     kv_fake_quant: Switch = "auto"
     """Round window and compressed rows through fp8 as in training; `auto` is on for checkpoints trained that way."""
-    geometry: Geometry = "fine"
+    geometry: GeometryChoice = "auto"
     """Page layout of the caches: `fine` has prefix-cache hits every 256 tokens, `vllm-ascend` the page tables of
-    vllm-ascend, with hits every 128 blocks of --block-size (32, 64 or 128)."""
+    vllm-ascend, with hits every 128 blocks of --block-size (32, 64 or 128). `auto` is `vllm-ascend` inside vllm-ascend,
+    which takes no other, and `fine` elsewhere."""
     index_format: IndexChoice = "auto"
     """Stored indexer keys; `auto` is the family's own format, and `plain` with `--dtype float32`."""
     o_proj_format: OutputFormat = "plain"
@@ -412,13 +414,21 @@ class Choices:
 
 
 def resolve(
-    model: ModelSettings, options: Options, device: Family, *, exact: bool = False, block_size: int | None = None
+    model: ModelSettings,
+    options: Options,
+    device: Family,
+    *,
+    exact: bool = False,
+    block_size: int | None = None,
+    inside_ascend: bool = False,
 ) -> Choices:
     """Decide the `auto` options for a checkpoint on a device.
 
     `exact` says that activations are fp32 (`--dtype float32`), for comparisons: indexer keys are then kept as they are.
-    `block_size` is --block-size, None where the user gave none. ConfigError for options that exclude each other.
+    `block_size` is --block-size, None where the user gave none; `inside_ascend` says that vllm-ascend plans the caches.
+    ConfigError for options that exclude each other.
     """
+    geometry = resolve_geometry(options, inside_ascend=inside_ascend)
     family = device if options.device_family == "auto" else FAMILIES[options.device_family]
     if device is not HOST and family is not device:
         raise ConfigError(
@@ -455,14 +465,27 @@ def resolve(
         family=family,
         kv_fake_quant=fake_quant,
         index_format=index_format,
-        geometry=options.geometry,
-        block_size=_block_size(options.geometry, block_size),
+        geometry=geometry,
+        block_size=check_block_size(geometry, block_size),
         o_proj_format=options.o_proj_format,
         shared_indices=options.index_cache.shared(model.ratios),
     )
 
 
-def _block_size(geometry: Geometry, asked: int | None) -> int:
+def resolve_geometry(options: Options, *, inside_ascend: bool) -> Geometry:
+    """What `auto` comes to; ConfigError for pages that vllm-ascend cannot plan."""
+    if options.geometry == "fine" and inside_ascend:
+        raise ConfigError(
+            f"{_OPTIONS_KEY}.geometry is 'fine', but vllm-ascend plans the caches here and knows its own page tables "
+            f'only; it takes "auto" or "vllm-ascend"'
+        )
+    if options.geometry == "auto":
+        return "vllm-ascend" if inside_ascend else "fine"
+    return options.geometry
+
+
+def check_block_size(geometry: Geometry, asked: int | None) -> int:
+    """The block size for `asked`, which is None where the user gave none; ConfigError for one without page tables."""
     sizes = BLOCK_SIZES[geometry]
     if asked is None or asked in sizes:
         return asked or sizes[0]

@@ -146,7 +146,7 @@ def test_options_are_read() -> None:
         ({"dsv4_triton": {"zzz": 1}}, "unknown option 'zzz'. Known options: device_family, kv_fake_quant"),
         ({"dsv4_triton": {"kv_fake_quant": True}}, 'kv_fake_quant got True, it takes "auto", "on", "off"'),
         ({"dsv4_triton": {"kv_fake_quant": ["on"]}}, r"kv_fake_quant got \['on'\]"),
-        ({"dsv4_triton": {"geometry": "coarse"}}, 'geometry got \'coarse\', it takes "fine", "vllm-ascend"'),
+        ({"dsv4_triton": {"geometry": "coarse"}}, 'geometry got \'coarse\', it takes "auto", "fine", "vllm-ascend"'),
         ({"dsv4_triton": {"kv_geometry": "fine"}}, "unknown option 'kv_geometry'; did you mean 'geometry'"),
         ({"dsv4_triton": {"device_family": "A2"}}, 'it takes "auto", "a2", "a3", "a5", "host"'),
         ({"dsv4_triton": {"index_format": None}}, "index_format got None"),

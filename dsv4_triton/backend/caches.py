@@ -14,6 +14,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend
 
+from dsv4_triton.backend import ascend
 from dsv4_triton.backend.attention_backend import TritonDsaBackend
 from dsv4_triton.backend.compat import cache_spec
 from dsv4_triton.backend.geometry import INDEX_STORAGE, Layout, Pages
@@ -36,7 +37,8 @@ class CacheLayer(nn.Module, AttentionLayerBase):
         self.ratio = pages.ratio
         self.rows_per_block = pages.rows
         self.planner = planner
-        self.kv_cache = torch.empty(0)
+        self._pages = pages
+        self._rows = torch.empty(0)
         layers = vllm_config.compilation_config.static_forward_context
         if prefix in layers:
             raise ValueError(f"cache {prefix!r} is registered twice")
@@ -44,8 +46,21 @@ class CacheLayer(nn.Module, AttentionLayerBase):
 
     @property
     def rows(self) -> torch.Tensor:
-        """The cache vLLM bound, under a name that says what it holds."""
-        return self.kv_cache
+        """The bound cache."""
+        return self._rows
+
+    @property
+    def kv_cache(self) -> torch.Tensor:
+        """`rows` under the name by which model runners bind it: vLLM's call `bind_kv_cache`, vllm-ascend's set it."""
+        return self._rows
+
+    @kv_cache.setter
+    def kv_cache(self, bound: Any) -> None:
+        self._rows = ascend.bound_cache(bound, self._pages)
+        self.take(self._rows)
+
+    def take(self, rows: torch.Tensor) -> None:
+        """Called with the cache when it is bound."""
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return TritonDsaBackend
@@ -66,16 +81,15 @@ class IndexKeyCache(CacheLayer):
         self.keys = torch.empty(0)
         self.scales: torch.Tensor | None = None
 
-    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
-        super().bind_kv_cache(kv_cache)
+    def take(self, rows: torch.Tensor) -> None:
         if self.storage is None:
-            self.keys = kv_cache
+            self.keys = rows
             return
         key_dtype, scale_dtype = self.storage
-        blocks, rows, _ = kv_cache.shape
-        stride, start, key_bytes = kv_cache.stride(0), kv_cache.storage_offset(), rows * INDEX_DIM
-        self.keys = kv_cache.as_strided((blocks, rows, INDEX_DIM), (stride, INDEX_DIM, 1), start).view(key_dtype)
-        scale_bytes = kv_cache.as_strided((blocks, rows * scale_dtype.itemsize), (stride, 1), start + key_bytes)
+        blocks, count, _ = rows.shape
+        stride, start, key_bytes = rows.stride(0), rows.storage_offset(), count * INDEX_DIM
+        self.keys = rows.as_strided((blocks, count, INDEX_DIM), (stride, INDEX_DIM, 1), start).view(key_dtype)
+        scale_bytes = rows.as_strided((blocks, count * scale_dtype.itemsize), (stride, 1), start + key_bytes)
         self.scales = scale_bytes.view(scale_dtype)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from dsv4_triton.backend import ascend
 from dsv4_triton.backend.geometry import Pages
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -50,7 +51,10 @@ def cache_spec(pages: Pages, growing_tokens: int) -> Any:
 
     vLLM puts all caches without a window into one group with one block size, here `growing_tokens`. A cache that grows
     by other blocks is one with a window that never slides: it frees nothing and is hit from the first block on.
+    Inside vllm-ascend, which has a group for every block size, the specs are its own.
     """
+    if ascend.active():
+        return ascend.cache_spec(pages)
     from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
 
     fields: dict[str, Any] = {

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dsv4_triton.backend import ascend
 from dsv4_triton.config import ConfigError, ModelSettings, Options
 
 if TYPE_CHECKING:
@@ -268,6 +269,7 @@ def check(vllm_config: VllmConfig) -> None:
     for name, size in (("o_groups", model.o_groups), ("moe_intermediate_size", model.moe_intermediate)):
         if size % shards:
             raise ConfigError(f"--tensor-parallel-size is {shards}, it must divide {name} of config.json ({size})")
+    ascend.check(vllm_config)
 
 
 def _check_speculation(vllm_config: VllmConfig) -> None:

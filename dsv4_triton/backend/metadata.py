@@ -11,12 +11,14 @@ become, reads these tensors, and is replayed after a builder has written the nex
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 
+from dsv4_triton.backend import ascend
 from dsv4_triton.kernels.step_layout import step_layout
 from dsv4_triton.kernels.token_slots import token_slots
 
@@ -78,7 +80,7 @@ class StepPlanner:
     ) -> CacheMetadata:
         """Metadata of one cache for a step of padding alone, in the same tensors: whatever vLLM's batch tensors and
         block tables hold from earlier steps, no cache is written, and nothing of it is read but its null block."""
-        count, table = int(common.num_actual_tokens), common.block_table_tensor
+        count, table = rows_of(common), common.block_table_tensor
         self._step = self._source = None
         self._planned.clear()
         self._fields[:2, :count].fill_(-1)
@@ -96,8 +98,8 @@ class StepPlanner:
         and hands the same objects to all groups, and holding them here keeps their identities from being reused."""
         source = (common.query_start_loc, common.seq_lens)
         same = self._source is not None and all(new is old for new, old in zip(source, self._source, strict=True))
-        if self._step is None or again or not same or self._step.num_tokens != common.num_actual_tokens:
-            count = int(common.num_actual_tokens)  # vLLM counts tokens without those of rejected drafts in numpy
+        count = rows_of(common)
+        if self._step is None or again or not same or self._step.num_tokens != count:
             positions, token_req, n_vis4, n_vis128 = self._fields[:, :count]
             step_layout(
                 common.query_start_loc,
@@ -114,6 +116,42 @@ class StepPlanner:
         return self._step
 
 
+def rows_of(common: CommonAttentionMetadata) -> int:
+    """Tokens that the model is given in this step. vLLM includes padding in its count, vllm-ascend counts it apart."""
+    # vLLM counts tokens without those of rejected drafts in numpy.
+    return max(int(common.num_actual_tokens), int(getattr(common, "num_input_tokens", 0)))
+
+
+class PlansAhead:
+    """Plans of one cache for drafts that are all planned before the first of them runs, as vllm-ascend does.
+
+    Each draft has tensors of its own, at the same address in every step, and a copy of the block table, which comes in
+    new memory every time.
+    """
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        self._max_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
+        self._max_requests: int = vllm_config.scheduler_config.max_num_seqs
+        self._max_context: int = vllm_config.model_config.max_model_len
+        self._device = device
+        self._planners: dict[int, StepPlanner] = {}
+        self._tables: dict[int, torch.Tensor] = {}
+
+    def plan(self, common: CommonAttentionMetadata, rows_per_block: int, ratio: int, draft: int) -> CacheMetadata:
+        """Metadata of draft number `draft`. A step without a longest sequence belongs to no request."""
+        planner = self._planners.setdefault(draft, StepPlanner(self._max_tokens, self._device))
+        given = common.block_table_tensor
+        requests, blocks = given.shape
+        if draft not in self._tables or len(self._tables[draft]) < requests:
+            self._tables[draft] = given.new_zeros(max(requests, self._max_requests), blocks)
+        own = copy(common)
+        own.block_table_tensor = self._tables[draft][:requests].copy_(given)
+        if not common.max_seq_len:
+            return planner.plan_idle(own, rows_per_block, ratio, max_seq_len=self._max_context)
+        own.max_seq_len = min(common.max_seq_len + draft, self._max_context)
+        return planner.plan(own, rows_per_block, ratio, again=True)
+
+
 class DsaMetadataBuilder(AttentionMetadataBuilder[CacheMetadata]):
     """vLLM's builder of one cache group."""
 
@@ -126,10 +164,16 @@ class DsaMetadataBuilder(AttentionMetadataBuilder[CacheMetadata]):
         self._rows_per_block: int = cache.rows_per_block
         self._ratio: int = cache.ratio
         self._max_model_len: int = vllm_config.model_config.max_model_len
+        self._ahead = PlansAhead(vllm_config, device) if ascend.active() else None
 
     def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+        **_: Any,
     ) -> CacheMetadata:
+        """Further arguments are vllm-ascend's, for kernels of its own; so in the methods below."""
         return self._planner.plan(common_attn_metadata, self._rows_per_block, self._ratio, again=False)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> CacheMetadata:
@@ -139,7 +183,18 @@ class DsaMetadataBuilder(AttentionMetadataBuilder[CacheMetadata]):
             common_attn_metadata, self._rows_per_block, self._ratio, max_seq_len=self._max_model_len
         )
 
-    def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> CacheMetadata:
-        """Drafting begins with the batch of the target's step and changes its tensors in place between its steps."""
+    def build_for_graph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata, attn_state: Any = None, **_: Any
+    ) -> CacheMetadata:
+        """The same for the first draft of a step, where vllm-ascend asks."""
+        return self.build_for_cudagraph_capture(common_attn_metadata)
+
+    def build_for_drafting(
+        self, common_attn_metadata: CommonAttentionMetadata, draft_index: int, **_: Any
+    ) -> CacheMetadata:
+        """Drafting begins with the batch of the target's step and changes its tensors in place between its steps, or
+        in vllm-ascend gives all its steps in advance."""
+        if self._ahead is not None:
+            return self._ahead.plan(common_attn_metadata, self._rows_per_block, self._ratio, draft_index)
         again = draft_index > 0
         return self._planner.plan(common_attn_metadata, self._rows_per_block, self._ratio, again=again)

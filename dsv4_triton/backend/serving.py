@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dsv4_triton.backend import ascend
 from dsv4_triton.backend.geometry import Layout, layout
 from dsv4_triton.config import Choices, ConfigError, ModelSettings, Options, resolve
 from dsv4_triton.device import Family, RowFormat, family_of
@@ -35,7 +36,7 @@ class Serving:
         exact = dtype == torch.float32
         cache = vllm_config.cache_config
         asked = cache.block_size if cache.user_specified_block_size else None
-        choices = resolve(model, options, device, exact=exact, block_size=asked)
+        choices = resolve(model, options, device, exact=exact, block_size=asked, inside_ascend=ascend.active())
         # fp32 is for exact comparisons, so its rows stay whole whatever the family stores.
         row_format = RowFormat.PLAIN if exact else choices.family.row_format
         pages = layout(choices, model.ratios, row_format, dtype)

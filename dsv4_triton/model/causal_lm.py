@@ -14,6 +14,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.sequence import IntermediateTensors
 
+from dsv4_triton.backend import ascend
 from dsv4_triton.backend.metadata import StepPlanner
 from dsv4_triton.backend.serving import Serving
 from dsv4_triton.backend.workspace import Workspace, step_workspace
@@ -96,6 +97,7 @@ class TritonDeepseekV4ForCausalLM(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
+        ascend.begin()
         serving = Serving.of(vllm_config)
         self.settings = serving.model
         self._unused = tuple(f"layers.{index}.attn.indexer." for index in sorted(serving.choices.shared_indices))
