@@ -176,8 +176,8 @@ def events(prompts: int) -> st.SearchStrategy[list[Event]]:
     arrive = st.builds(
         Arrive, st.integers(0, prompts - 1), st.integers(1, TOKENS), st.sampled_from([False, False, True])
     )
-    steps = st.builds(Steps, st.integers(1, 6), st.integers(1, CHUNK))
-    abort, room = st.builds(Abort, st.integers(0, SEQUENCES - 1)), st.builds(Room, st.integers(0, 20))
+    steps = st.builds(Steps, st.integers(1, 4), st.integers(1, CHUNK))
+    abort, room = st.builds(Abort, st.integers(0, SEQUENCES - 1)), st.builds(Room, st.integers(0, 10))
     event = st.sampled_from([steps] * 4 + [arrive] * 6 + [abort, room, room]).flatmap(lambda kind: kind)
     return st.integers(1, 60).flatmap(lambda count: st.lists(event, min_size=count, max_size=count))
 
@@ -202,6 +202,7 @@ class Driver:
             derandomize=True,
             database=None,
             deadline=None,
+            report_multiple_bugs=False,
             suppress_health_check=list(HealthCheck),
             phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
         )
@@ -211,10 +212,10 @@ class Driver:
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._poisoned())
-            stack.enter_context(self._preemptions())
+            stack.enter_context(self.counted())
             if self.drafts:
                 truths = [(truth.prompt, truth.answer) for truth in self.truths.all]
-                stack.enter_context(told_drafts(self.llm, truths, self._right))
+                stack.enter_context(told_drafts(self.llm, truths, self.right))
             holds()
 
     def run(self, happening: Sequence[Event]) -> None:
@@ -288,7 +289,7 @@ class Driver:
                 self.seen["finished"] += 1
                 del self._living[output.request_id]
 
-    def _right(self, request: int, position: int) -> int:
+    def right(self, request: int, position: int) -> int:
         """How many drafts after this position of this request are right."""
         return random.Random(f"{request} {position}").randrange(self.drafts + 1)
 
@@ -325,15 +326,16 @@ class Driver:
             memory[0].fill_(0)
 
     @contextlib.contextmanager
-    def _preemptions(self) -> Iterator[None]:
+    def counted(self) -> Iterator[None]:
+        """Preemptions are."""
         inner = engine.scheduler(self.llm)
         preempt = inner._preempt_request
 
-        def counted(*request: Any, **named: Any) -> None:
+        def preempt_request(*request: Any, **named: Any) -> None:
             self.seen["preempted"] += 1
             preempt(*request, **named)
 
-        inner._preempt_request = counted
+        inner._preempt_request = preempt_request
         try:
             yield
         finally:

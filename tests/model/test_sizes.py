@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,30 @@ def test_the_last_token_of_the_context(llm: Any, length: int) -> None:
     assert len(found) == CONTEXT - length
     (rescored,) = engine.score(llm, [[*tokens, *found][: CONTEXT - 1]])
     assert engine.worst([rescored[length - 1 :]], [scores[: len(found) - 1]]) <= TOLERANCE
+
+
+def test_decode_past_the_window_after_a_prefix_hit(llm: Any) -> None:
+    """Window and state are those of the hit at first, and of none of its tokens at last."""
+    cold = clear_of_ties(llm, [], 300, 132)
+    warm = engine.generate(llm, [cold.prompt], 132)[0]
+    assert warm[2] == 256 and warm[0] == cold.answer
+    assert engine.worst([warm[1]], [cold.scores]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("chunk", [4096, 100])
+def test_the_longest_request_in_the_smallest_cache(llm: Any, chunk: int) -> None:
+    """With the blocks that vLLM wants to see at the start, it neither waits for ever nor is preempted."""
+    from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
+
+    plan = engine.scheduler(llm).kv_cache_config
+    needed = math.ceil(plan.num_blocks / get_max_concurrency_for_kv_cache_config(llm.llm_engine.vllm_config, plan))
+    engine.forget(llm)
+    pool = engine.block_pool(llm)
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - needed)
+    with scheduled(llm) as steps, engine.chunks_of(llm, chunk):
+        answer, *_ = engine.generate(llm, [engine.prompt(CONTEXT - 4, seed=1)], 50)[0]
+    pool.free_blocks(taken)
+    assert len(answer) == 4 and len(steps) == math.ceil((CONTEXT - 4) / chunk) + 3
 
 
 @pytest.mark.parametrize(("prompt", "says"), [([5] * CONTEXT, "maximum model length"), ([5, 512], "vocabulary")])
