@@ -82,8 +82,8 @@ class IndexKeyCache(CacheLayer):
         self.scales: torch.Tensor | None = None
 
     def take(self, rows: torch.Tensor) -> None:
-        if self.storage is None:
-            self.keys = rows
+        if self.storage is None or not rows.numel():  # vLLM ends by binding an empty tensor
+            self.keys, self.scales = rows, None
             return
         key_dtype, scale_dtype = self.storage
         blocks, count, _ = rows.shape
