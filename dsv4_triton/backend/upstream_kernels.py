@@ -250,4 +250,4 @@ class PageZeroer:
         staged = torch.tensor(block_ids, dtype=torch.int64, pin_memory=self._device.type != "cpu")
         ids = staged.to(self._device, non_blocking=True)
         for cache in self._caches:
-            cache.view(torch.uint8).index_fill_(0, ids, 0)
+            cache.index_fill_(0, ids, 0)
