@@ -14,6 +14,7 @@ import torch
 
 from dsv4_triton.backend import ascend
 from dsv4_triton.backend.geometry import Pages
+from dsv4_triton.config import ConfigError
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -193,6 +194,38 @@ def check_draft_first(model_type: str, check: str) -> None:
 
     checked._dsv4_triton_check = check  # type: ignore[attr-defined]
     SpeculativeConfig.hf_config_override = staticmethod(checked)
+
+
+def check_room_for_a_request(architecture: str) -> None:
+    """Refuse a cache of a model of `architecture` in which a request of full length would wait for ever.
+
+    vLLM 0.27.1 counts block 0, its null block, among those that requests can take. Without this hook a cache that is
+    one block too small is accepted, and the request is neither scheduled nor ended.
+    """
+    from vllm.v1.core import kv_cache_utils
+
+    capacity = getattr(kv_cache_utils, "get_kv_cache_capacity", None)
+    if capacity is None:
+        logger.warning("vLLM has no get_kv_cache_capacity: a cache that is one block too small is not found")
+        return
+    if hasattr(capacity, "_dsv4_triton_checked"):
+        return
+
+    @wraps(capacity)
+    def checked(vllm_config: Any, kv_cache_config: Any) -> tuple[int, float]:
+        tokens, requests = capacity(vllm_config, kv_cache_config)
+        blocks, longest = kv_cache_config.num_blocks, vllm_config.model_config.max_model_len
+        needed = round(blocks / requests)
+        if architecture in (vllm_config.model_config.architectures or ()) and blocks <= needed:
+            raise ConfigError(
+                f"the KV cache has {blocks} blocks, of which requests get {blocks - 1}, and one of --max-model-len "
+                f"({longest}) tokens takes {needed}: make the cache larger (--kv-cache-memory-bytes, on the host "
+                f"VLLM_CPU_KVCACHE_SPACE; or --num-gpu-blocks-override) or --max-model-len smaller"
+            )
+        return tokens, requests
+
+    checked._dsv4_triton_checked = True  # type: ignore[attr-defined]
+    kv_cache_utils.get_kv_cache_capacity = checked
 
 
 def _named(function: str) -> Callable[..., Any]:

@@ -6,9 +6,11 @@ a kernel, and touch no device.
 
 from __future__ import annotations
 
+import logging
 import os
 from importlib.metadata import entry_points
 from importlib.util import find_spec
+from typing import NamedTuple
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
 MODEL_TYPE = "deepseek_v4"
@@ -26,6 +28,11 @@ PLATFORM_VARIABLE = "DSV4_TRITON_PLATFORM"
 """Environment variable that asks for a platform of this project: "npu" although vllm-ascend is installed, which must be
 left out of VLLM_PLUGINS then; "cpu" although torch_npu is."""
 
+ASCEND_PLUGIN = "ascend"
+"""vllm-ascend's name among platform plugins."""
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
 _PLATFORM_GROUP = "vllm.platform_plugins"
 _probing_platforms = False
 
@@ -34,40 +41,83 @@ def register() -> None:
     """Register with vLLM the model classes, the attention backend `CUSTOM`, and what checks options and requests."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from dsv4_triton.backend.compat import check_draft_first, check_first, extend_api_server, pin_model
+    from dsv4_triton.backend.compat import (
+        check_draft_first,
+        check_first,
+        check_room_for_a_request,
+        extend_api_server,
+        pin_model,
+    )
 
     pin_model(ARCHITECTURE, MODEL_CLASS)
     pin_model(DRAFT_ARCHITECTURE, DRAFT_CLASS)
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND_CLASS)
     check_first(ARCHITECTURE, CONFIG_CHECK)
     check_draft_first(MODEL_TYPE, DRAFT_CHECK)
+    check_room_for_a_request(ARCHITECTURE)
     extend_api_server(ARCHITECTURE, API_EXTENSION)
+
+
+class Setting(NamedTuple):
+    """Who serves DeepSeek-V4 on this machine, by what reason; `conflict` names another platform plugin in the way."""
+
+    platform: str | None
+    name: str
+    reason: str
+    conflict: str | None = None
 
 
 def platform() -> str | None:
     """The NPU platform's class where torch_npu is installed, the development platform's on a CPU build of vLLM; None
     where another plugin serves the machine."""
+    found = setting()
+    if found is not None and found.conflict:
+        logger.error(conflict_message(found.conflict))
+    return None if found is None else found.platform
+
+
+def conflict_message(other: str) -> str:
+    """What to do where two platforms would be active, which vLLM refuses."""
+    return (
+        f"{PLATFORM_VARIABLE}=npu asks for the platform of dsv4_triton, but platform plugin {other!r} claims this "
+        f"machine, too, and vLLM takes one only: set VLLM_PLUGINS=dsv4_triton to leave the other out, or unset "
+        f"{PLATFORM_VARIABLE} to serve inside it"
+    )
+
+
+def setting() -> Setting | None:
+    """The setting of this process; None while it is being found out, and where vLLM is no CPU build and has no NPU."""
     global _probing_platforms
     if _probing_platforms:
         return None
     _probing_platforms = True
     try:
-        asked = os.environ.get(PLATFORM_VARIABLE)
-        if asked == "npu":
-            return NPU_PLATFORM_CLASS
-        if _other_platform_active():
-            return None
-        if asked != "cpu" and find_spec("torch_npu") is not None and find_spec("vllm_ascend") is None:
-            return NPU_PLATFORM_CLASS
-        from vllm.platforms import cpu_platform_plugin
-
-        return HOST_PLATFORM_CLASS if cpu_platform_plugin() is not None else None
+        return _setting()
     finally:
         _probing_platforms = False
 
 
-def _other_platform_active() -> bool:
-    """Whether a platform plugin of another package (vllm-ascend on an NPU machine) claims this machine."""
+def _setting() -> Setting | None:
+    asked, other = os.environ.get(PLATFORM_VARIABLE), _other_platform()
+    if asked == "npu":
+        return Setting(NPU_PLATFORM_CLASS, "torch_npu alone", f"{PLATFORM_VARIABLE} is npu", other)
+    if other is not None:
+        name = "vllm-ascend" if other == ASCEND_PLUGIN else f"platform plugin {other}"
+        return Setting(None, name, f"the platform plugin {other!r} claims this machine")
+    ascend, reason = find_spec("vllm_ascend") is not None, f"{PLATFORM_VARIABLE} is {asked}"
+    if asked != "cpu":
+        reason = "torch_npu is not installed"
+        if find_spec("torch_npu") is not None:
+            if not ascend:
+                return Setting(NPU_PLATFORM_CLASS, "torch_npu alone", "torch_npu is installed, vllm-ascend is not")
+            reason = f"vllm-ascend is installed and claims no device; {PLATFORM_VARIABLE}=npu would do without it"
+    from vllm.platforms import cpu_platform_plugin
+
+    return None if cpu_platform_plugin() is None else Setting(HOST_PLATFORM_CLASS, "host", reason)
+
+
+def _other_platform() -> str | None:
+    """The name of a platform plugin of another package (vllm-ascend on an NPU machine) that claims this machine."""
     from vllm import envs
 
     for entry in entry_points(group=_PLATFORM_GROUP):
@@ -77,7 +127,7 @@ def _other_platform_active() -> bool:
             continue
         try:
             if entry.load()() is not None:
-                return True
+                return entry.name
         except Exception:  # vLLM skips a plugin that fails to load, so it claims nothing
             continue
-    return False
+    return None

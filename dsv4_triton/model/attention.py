@@ -144,6 +144,7 @@ class Attention(nn.Module):
         self.index_topk = settings.index_topk
         self.selection = shared.selection
         selects = index not in choices.shared_indices
+        assert selects or shared.selection is not None
         self.caches = LayerCaches(vllm_config, prefix, ratio, serving.layout, shared.planner, selects=selects)
 
         self.wq_a_wkv = MergedColumnParallelLinear(
