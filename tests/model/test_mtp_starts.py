@@ -47,7 +47,7 @@ def test_a_cache_too_small_for_one_request_is_refused(checkpoint: Callable[[str]
             pass
 
 
-def test_the_smallest_cache_serves_requests_up_to_the_limit(checkpoint: Callable[[str], Path]:
+def test_the_smallest_cache_serves_requests_up_to_the_limit(checkpoint: Callable[[str], Path]) -> None:
     """Drafts and all, one after the other as there is room. A request that could not fit is an error by itself."""
     prompts = [engine.prompt(length) for length in (230, 240)]
     options = {"num_gpu_blocks_override": BLOCKS[3], **LIMITS, **speculation(3)}
