@@ -49,12 +49,14 @@ def test_a_cache_too_small_for_one_request_is_refused(checkpoint: Callable[[str]
 
 def test_the_smallest_cache_serves_requests_up_to_the_limit(checkpoint: Callable[[str], Path]) -> None:
     """Drafts and all, one after the other as there is room. A request that could not fit is an error by itself."""
+    from vllm.exceptions import VLLMValidationError
+
     prompts = [engine.prompt(length) for length in (230, 240)]
     options = {"num_gpu_blocks_override": BLOCKS[3], **LIMITS, **speculation(3)}
     with engine.engine(checkpoint("float32"), **options) as llm:
         alone = [engine.generate(llm, [tokens], 254 - len(tokens))[0] for tokens in prompts]
         assert [len(tokens) for tokens, *_ in alone] == [24, 14]
         engine.forget(llm)
-        with pytest.raises(ValueError, match="maximum context length is 254 tokens"):
+        with pytest.raises(VLLMValidationError, match="maximum context length is 254 tokens"):
             engine.generate(llm, [engine.prompt(255)], 1)
         check_same(engine.generate(llm, prompts, 24), alone)
