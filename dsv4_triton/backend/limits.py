@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dsv4_triton.backend import ascend
+from dsv4_triton.backend import ascend, installation
 from dsv4_triton.config import ConfigError, ModelSettings, Options
 
 if TYPE_CHECKING:
@@ -260,6 +260,7 @@ def check_draft(hf_config: Any) -> None:
 
 def check(vllm_config: VllmConfig) -> None:
     """ConfigError for a checkpoint or an option that cannot be served, as far as that shows without a device."""
+    installation.check(_read(vllm_config, "device_config.device_type"))
     for part in (*LIMITS, *EXTRAS):
         part.check(vllm_config)
     _check_speculation(vllm_config)

@@ -1,0 +1,89 @@
+"""Allocation and binding of caches, and the calls of metadata builders, in vllm-ascend's manner."""
+
+from typing import Any
+
+import torch
+from vllm.v1.worker import gpu_model_runner
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from dsv4_triton.backend.worker_npu import NpuModelRunner
+from vllm_ascend import BROKEN
+from vllm_ascend.attention.dsa_v1 import AscendDSABackend
+from vllm_ascend.attention.utils import AscendCommonAttentionMetadata
+from vllm_ascend.core.kv_cache_interface import AscendMLAAttentionSpec, AscendSlidingWindowMLASpec
+
+gpu_model_runner.CommonAttentionMetadata = AscendCommonAttentionMetadata
+
+
+class NPUModelRunner(NpuModelRunner):
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        self.use_compress = hasattr(vllm_config.model_config.hf_config, "compress_ratios") and BROKEN != "compress"
+        super().__init__(vllm_config, device)
+
+    def _layer_specs(self, kv_cache_config: Any) -> dict[str, Any]:
+        return {
+            name: group.kv_cache_spec.kv_cache_specs[name]
+            for group in kv_cache_config.kv_cache_groups
+            for name in group.layer_names
+        }
+
+    def _allocate_kv_cache_tensors(self, kv_cache_config: Any) -> dict[str, torch.Tensor]:
+        raw: dict[str, torch.Tensor] = {}
+        for planned in kv_cache_config.kv_cache_tensors:
+            assert all("attn" in name for name in planned.shared_by)
+            memory = torch.zeros(planned.size, dtype=torch.int8, device=self.device)
+            raw |= dict.fromkeys(planned.shared_by, memory)
+        return raw
+
+    def _reshape_kv_cache_tensors(
+        self, kv_cache_config: Any, kv_cache_raw_tensors: dict[str, torch.Tensor]
+    ) -> dict[str, list[torch.Tensor]]:
+        views: dict[str, list[torch.Tensor]] = {}
+        for name, spec in self._layer_specs(kv_cache_config).items():
+            # Another class is taken for keys and values there, and its tensor is taken apart element by element.
+            assert isinstance(spec, (AscendMLAAttentionSpec, AscendSlidingWindowMLASpec)), type(spec)
+            memory = kv_cache_raw_tensors[name]
+            assert memory.numel() // spec.page_size_bytes == kv_cache_config.num_blocks
+            shape = AscendDSABackend.get_kv_cache_shape(
+                kv_cache_config.num_blocks, spec.storage_block_size, spec.num_kv_heads, spec.head_size
+            )
+            inner = torch.empty(shape[1:], device="meta").stride()
+            stride = (spec.page_size_bytes // spec.dtype.itemsize, *inner)
+            view = torch.as_strided(memory.view(spec.dtype), shape, stride)
+            views[name] = [view, view] if BROKEN == "binding" else [view]
+        return views
+
+    def initialize_kv_cache_tensors(self, kv_cache_config: Any, *_: Any) -> dict[str, Any]:
+        raw = self._allocate_kv_cache_tensors(kv_cache_config)
+        views = self._reshape_kv_cache_tensors(kv_cache_config, raw)
+        for name, view in views.items():
+            self.kv_caches.append(view)
+            self.compilation_config.static_forward_context[name].kv_cache = [view]
+        return views
+
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        return {name: layer.get_kv_cache_spec(self.vllm_config) for name, layer in self._cache_layers().items()}
+
+    def _cache_layers(self) -> dict[str, Any]:
+        layers = self.compilation_config.static_forward_context
+        return {name: layer for name, layer in layers.items() if hasattr(layer, "get_kv_cache_spec")}
+
+    def _build_attention_metadata(self, *arguments: Any, **named: Any) -> Any:
+        for groups in self.attn_groups:
+            for group in groups:
+                for builder in group.metadata_builders:
+                    _as_called(builder)
+        return GPUModelRunner._build_attention_metadata(self, *arguments, **named)
+
+
+def _as_called(builder: Any) -> None:
+    """Let this builder be called with vllm-ascend's further arguments."""
+    if "build" in vars(builder):
+        return
+    build = builder.build
+
+    def further(common_prefix_len: int, common_attn_metadata: Any, **_: Any) -> Any:
+        assert isinstance(common_attn_metadata, AscendCommonAttentionMetadata)
+        return build(common_prefix_len, common_attn_metadata, common_ratio_to_sas_metadata={})
+
+    builder.build = further
