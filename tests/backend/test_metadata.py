@@ -88,6 +88,15 @@ def test_null_blocks_are_never_written() -> None:
     assert (planned.slots == -1).all()
 
 
+def test_tokens_of_sequences_without_length_are_padding() -> None:
+    """As in a batch that stands for a shape alone."""
+    common = batch(random.Random(0), 3)
+    common.seq_lens.zero_()
+    planned = StepPlanner(MAX_TOKENS, torch.device("cpu")).plan(common, 64, 4, again=False)
+    assert (planned.slots == -1).all() and (planned.step.positions == -1).all()
+    assert not planned.step.n_vis4.any() and not planned.step.n_vis128.any()
+
+
 def test_addresses_are_those_of_the_last_step() -> None:
     planner = StepPlanner(MAX_TOKENS, torch.device("cpu"))
     rng = random.Random(1)

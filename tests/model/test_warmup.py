@@ -1,4 +1,4 @@
-"""After the warm-up no request compiles a kernel, whatever its length and company."""
+"""After the warm-up no request and no capture compiles a kernel, whatever its length and company."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import pytest
 
 from dsv4_triton.autotune.space import bucket
 from dsv4_triton.compiler.host.launch import Launcher
+from dsv4_triton.device import FAMILIES
 from dsv4_triton.model.warmup import layouts, shapes
-from tests.model.engine import engine, prompt
+from tests.model import capture
+from tests.model.engine import engine, prompt, runner
 
 LIMITS = {"max_model_len": 640, "max_num_batched_tokens": 48, "max_num_seqs": 4}
 
@@ -35,7 +37,7 @@ def test_layouts_reach_every_bucket_of_tokens_and_requests() -> None:
 
 
 @pytest.mark.parametrize(("family", "geometry"), [("host", "fine"), ("a2", "vllm-ascend")])
-def test_mixed_traffic_compiles_nothing(
+def test_mixed_traffic_and_captures_compile_nothing(
     family: str, geometry: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm import SamplingParams
@@ -57,4 +59,6 @@ def test_mixed_traffic_compiles_nothing(
             inputs = [{"prompt_token_ids": prompt(length, turn)} for length in lengths]
             sampling = [SamplingParams(max_tokens=rng.randrange(1, 9), ignore_eos=True) for _ in lengths]
             llm.generate(inputs, sampling, use_tqdm=False)
+        with capture.graphs(runner(llm), list(range(1, LIMITS["max_num_seqs"] + 1)), FAMILIES[family]) as graphs:
+            assert len(graphs.tapes) == LIMITS["max_num_seqs"]
     assert compiled == []
