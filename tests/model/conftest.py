@@ -91,7 +91,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with which a step is quick."""
     from dsv4_triton.demo.checkpoint import write_checkpoint
-    from tests.model.random_schedules import TINY
+    from tests.model.truths import TINY
 
     folder = tmp_path_factory.mktemp("tiny") / "model"
     write_checkpoint(folder, TINY)

@@ -15,9 +15,9 @@ import torch
 from dsv4_triton.backend import attention
 from dsv4_triton.model import moe
 from tests.model import engine
-from tests.model.random_schedules import TINY, Truth, clear_of_ties
 from tests.model.speculation import edited_copy, speculation
 from tests.model.test_schedules import TOLERANCE
+from tests.model.truths import TINY, Truth, clear_of_ties
 
 BAD = {510: float("nan"), 511: float("inf"), 509: float("-inf")}
 """Token ids whose embeddings hold this in one place, or in all; no prompt of `engine.prompt` has them."""

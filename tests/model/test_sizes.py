@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.model import engine
-from tests.model.random_schedules import Truth, clear_of_ties
 from tests.model.speculation import scheduled
 from tests.model.test_schedules import TOLERANCE
+from tests.model.truths import Truth, clear_of_ties
 
 TOKENS = 4
 CONTEXT = 1024
