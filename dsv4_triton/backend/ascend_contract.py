@@ -153,7 +153,10 @@ def _fields(record: Any, wanted: tuple[str, ...]) -> Iterator[str]:
 
 
 def _signature(name: str, function: Any, parameters: tuple[str, ...]) -> Iterator[str]:
+    """Of a function that should take these parameters, and no others without a default."""
     if function is None:
         yield f"there is no {name}"
-    elif tuple(inspect.signature(function).parameters) != parameters:
-        yield f"{name} takes ({', '.join(inspect.signature(function).parameters)}), not ({', '.join(parameters)})"
+        return
+    taken = {key: value.default is not value.empty for key, value in inspect.signature(function).parameters.items()}
+    if tuple(taken)[: len(parameters)] != parameters or not all(list(taken.values())[len(parameters) :]):
+        yield f"{name} takes ({', '.join(taken)}), not ({', '.join(parameters)})"

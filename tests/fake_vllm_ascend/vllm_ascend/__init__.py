@@ -3,12 +3,8 @@
 Written from what main of 22 August 2026 (commit 182b75ea) does. Device, worker and steps are those of this project's
 NPU platform on the simulated device. It has its own cache specs, its replacements of vLLM's planning, allocation and
 binding of caches, and the arguments of metadata builders. It registers a model of its own for DeepSeek-V4, which must
-not win. FAKE_ASCEND_BREAK names one thing that it does in another way than it should.
+not win.
 """
-
-import os
-
-BROKEN = os.environ.get("FAKE_ASCEND_BREAK", "")
 
 
 def register() -> str:

@@ -5,18 +5,15 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, Slid
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowMLASpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from vllm_ascend import BROKEN
-
 
 @dataclass(frozen=True, kw_only=True)
 class AscendMLAAttentionSpec(MLAAttentionSpec):
-    if BROKEN != "spec":
-        scale_dim: int = 0
+    scale_dim: int = 0
     scale_dtype: torch.dtype = torch.int8
 
     @property
     def storage_block_size(self) -> int:
-        return self.block_size // (1 if BROKEN == "rows" else self.compress_ratio)
+        return self.block_size // self.compress_ratio
 
     @property
     def page_size_bytes(self) -> int:

@@ -16,8 +16,6 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from vllm_ascend import BROKEN
-
 
 def group_and_unify_kv_cache_specs(kv_cache_spec: dict[str, Any]) -> list[UniformTypeKVCacheSpecs]:
     full: dict[int, dict[str, Any]] = defaultdict(dict)
@@ -89,5 +87,4 @@ planning.resolve_kv_cache_block_sizes = engine.resolve_kv_cache_block_sizes = re
 coordinator.get_kv_cache_coordinator = manager.get_kv_cache_coordinator = get_kv_cache_coordinator
 planning._get_kv_cache_groups_uniform_groups = _get_kv_cache_groups_uniform_groups
 planning._get_kv_cache_config_packed = _get_kv_cache_config_packed
-if BROKEN != "patch":
-    planning.group_and_unify_kv_cache_specs = group_and_unify_kv_cache_specs
+planning.group_and_unify_kv_cache_specs = group_and_unify_kv_cache_specs

@@ -7,7 +7,6 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from dsv4_triton.backend.worker_npu import NpuModelRunner
-from vllm_ascend import BROKEN
 from vllm_ascend.attention.dsa_v1 import AscendDSABackend
 from vllm_ascend.attention.utils import AscendCommonAttentionMetadata
 from vllm_ascend.core.kv_cache_interface import AscendMLAAttentionSpec, AscendSlidingWindowMLASpec
@@ -17,7 +16,7 @@ gpu_model_runner.CommonAttentionMetadata = AscendCommonAttentionMetadata
 
 class NPUModelRunner(NpuModelRunner):
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
-        self.use_compress = hasattr(vllm_config.model_config.hf_config, "compress_ratios") and BROKEN != "compress"
+        self.use_compress = hasattr(vllm_config.model_config.hf_config, "compress_ratios")
         super().__init__(vllm_config, device)
 
     def _layer_specs(self, kv_cache_config: Any) -> dict[str, Any]:
@@ -50,10 +49,10 @@ class NPUModelRunner(NpuModelRunner):
             inner = torch.empty(shape[1:], device="meta").stride()
             stride = (spec.page_size_bytes // spec.dtype.itemsize, *inner)
             view = torch.as_strided(memory.view(spec.dtype), shape, stride)
-            views[name] = [view, view] if BROKEN == "binding" else [view]
+            views[name] = [view]
         return views
 
-    def initialize_kv_cache_tensors(self, kv_cache_config: Any, *_: Any) -> dict[str, Any]:
+    def initialize_kv_cache_tensors(self, kv_cache_config: Any, kernel_block_sizes: Any = None) -> dict[str, Any]:
         raw = self._allocate_kv_cache_tensors(kv_cache_config)
         views = self._reshape_kv_cache_tensors(kv_cache_config, raw)
         for name, view in views.items():
