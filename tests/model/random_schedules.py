@@ -77,11 +77,12 @@ class Driver:
         self._taken: list[Any] = []
         self._dirty: set[int] = set()
 
-    def explore(self, examples: int, *, shrink: bool = True) -> None:
-        """Run `examples` lists of events; a failure shows the shortest one found that fails."""
+    def explore(self, steps: int, *, shrink: bool = True) -> None:
+        """Run lists of events until that made so many steps; a failure shows the shortest list found that fails."""
+        enough, failed = self.steps + steps, False
 
         @settings(
-            max_examples=examples,
+            max_examples=max(steps // 10, 100),
             derandomize=True,
             database=None,
             deadline=None,
@@ -91,7 +92,14 @@ class Driver:
         )
         @given(events(len(self.truths.all)))
         def holds(happening: list[Event]) -> None:
-            self.run(happening)
+            nonlocal failed
+            if self.steps >= enough and not failed:
+                return
+            try:
+                self.run(happening)
+            except BaseException:
+                failed = True
+                raise
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._poisoned())
