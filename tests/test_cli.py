@@ -140,7 +140,7 @@ def test_doctor_plugin_left_out(monkeypatch: pytest.MonkeyPatch, quick: None) ->
     [
         ((True, "Ascend910B2"), A2.name, "Ascend910B2"),
         ((True, "Ascend310P3"), "unknown", "'Ascend310P3' is not supported; supported are"),
-        ((False, "ImportError: libhccl.so"), "unknown", "libhccl.so"),
+        ((False, "ImportError: libhccl.so: cannot open shared object file"), "unknown", "CANN is not in this shell: "),
     ],
     ids=["a2", "unsupported", "no CANN"],
 )
@@ -156,3 +156,29 @@ def test_doctor_on_npu_machines(
 
 def test_doctor_host_without_torch_npu() -> None:
     assert doctor._device()[0] is HOST
+
+
+def npu_machine(monkeypatch: pytest.MonkeyPatch, setting: str, **changes: str | None) -> doctor.Report:
+    """The report on a machine with an A2, where vLLM finds this setting."""
+    probes = {"get_device_name": "Ascend910B2", "import setting": setting}
+    monkeypatch.setattr(doctor, "_probe", lambda code: (True, next((v for k, v in probes.items() if k in code), "")))
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None if name != "torch_npu" else object())
+    versions(monkeypatch, **{"torch": "2.10.0", "torch_npu": "2.10.0", "vllm": "0.27.1"} | changes)
+    return doctor.examine()
+
+
+def test_doctor_says_which_setting_is_active(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = npu_machine(monkeypatch, "None|vllm-ascend|the platform plugin 'ascend' claims this machine|None")
+    found = {check.name: check for check in inside.checks}
+    assert found["setting"].status == "ok" and found["setting"].found.startswith("vllm-ascend: the platform plugin")
+    alone = npu_machine(monkeypatch, "a.B|torch_npu alone|DSV4_TRITON_PLATFORM is npu|None")
+    assert {check.name: check for check in alone.checks}["setting"].found.startswith("torch_npu alone: ")
+    assert "vllm-ascend" not in failing(alone), "it is needed in one of two settings only"
+
+
+def test_doctor_sees_two_platforms_and_a_pair_that_does_not_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = npu_machine(monkeypatch, "a.B|torch_npu alone|DSV4_TRITON_PLATFORM is npu|ascend", torch="2.9.1")
+    assert "two platforms are active, ascend and torch_npu alone" in failing(both)["setting"].found
+    assert "VLLM_PLUGINS=dsv4_triton" in failing(both)["setting"].fix
+    pair = failing(both)["torch and torch-npu"]
+    assert pair.found == "torch-npu 2.10.0 is made for torch 2.10, but torch is 2.9.1"

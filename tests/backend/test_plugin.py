@@ -103,6 +103,24 @@ def test_platform_where_torch_npu_is_installed(
     assert plugin.platform() == chosen
 
 
+def test_two_platforms_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own message names the two and not what to do."""
+    messages: list[str] = []
+
+    class Other(EntryPoint):
+        def load(self) -> Any:
+            return lambda: "some.Platform"
+
+    monkeypatch.setattr(plugin, "entry_points", lambda group: [Other("ascend", "a:b", "vllm.platform_plugins")])
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    monkeypatch.setenv(plugin.PLATFORM_VARIABLE, "npu")
+    monkeypatch.setattr(plugin.logger, "error", messages.append)
+    assert plugin.platform() == plugin.NPU_PLATFORM_CLASS
+    assert "set VLLM_PLUGINS=dsv4_triton to leave the other out" in messages[0]
+    monkeypatch.delenv(plugin.PLATFORM_VARIABLE)
+    assert plugin.setting() == (None, "vllm-ascend", "the platform plugin 'ascend' claims this machine", None)
+
+
 class Layer:
     """Records what the op hands on."""
 

@@ -1,0 +1,43 @@
+"""Installations that cannot serve end the start with one message."""
+
+from __future__ import annotations
+
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import pytest
+
+from dsv4_triton.backend import installation
+from dsv4_triton.config import ConfigError
+
+
+def test_what_is_installed_here_can_serve() -> None:
+    installation.check("cpu")
+
+
+@pytest.mark.parametrize(
+    ("installed", "says"),
+    [
+        ({"vllm": "0.26.0"}, "vllm is 0.26.0: .*works with vLLM 0.27; `dsv4-triton doctor`"),
+        ({"torch": "2.9.1+cpu"}, "torch_npu 2.10.0 is made for torch 2.10, but torch is 2.9.1"),
+    ],
+)
+def test_versions_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str], says: str) -> None:
+    fitting = {"vllm": "0.27.1+empty", "torch": "2.10.0", "torch-npu": "2.10.0"}
+    monkeypatch.setattr(installation, "_version", fitting.get)
+    installation.check("npu")
+    monkeypatch.setattr(installation, "_version", (fitting | installed).get)
+    with pytest.raises(ConfigError, match=says):
+        installation.check("npu")
+
+
+def test_triton_that_is_not_triton_ascend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    spec = ModuleSpec("triton", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path)]
+    for found, says in (
+        (spec, f"the module triton in {tmp_path} is upstream's: .*needs? triton-ascend"),
+        (None, "no module triton"),
+    ):
+        monkeypatch.setattr(installation, "find_spec", lambda name, found=found: found)
+        with pytest.raises(ConfigError, match=says):
+            installation.check("cpu")
