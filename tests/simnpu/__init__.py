@@ -5,7 +5,8 @@ generators, torch's CPU kernels run on the device's memory without copies, and g
 While a graph is captured it refuses what a device cannot do then: values read on the host, blocking copies, waiting.
 
 What it is not: everything runs when it is given and in that order, so no race between streams is ever seen; numbers are
-those of a CPU; graphs keep all their intermediate tensors instead of sharing a pool.
+those of a CPU; graphs keep all their intermediate tensors instead of sharing a pool; results of operators are on the
+current device of the thread, so that a thread works on one device at a time.
 
 `fake_torch_npu/` has the Python side, which a process gets with `environment()`. Settings, as environment variables:
 SIMNPU_LIBRARY (what `build` made), SIMNPU_SOC (chip, default Ascend910B2), SIMNPU_DEVICES (default 1),
