@@ -248,6 +248,14 @@ def test_block_sizes_of_a_geometry(geometry: Any, sizes: tuple[int, ...]) -> Non
             resolve(settings(), options, A2, block_size=size)
 
 
+def test_inside_vllm_ascend_pages_are_its_own() -> None:
+    assert resolve(settings(), Options(), A2).geometry == "fine"
+    for geometry in ("auto", "vllm-ascend"):
+        assert resolve(settings(), Options(geometry=geometry), A2, inside_ascend=True).geometry == "vllm-ascend"
+    with pytest.raises(ConfigError, match="geometry is 'fine', but vllm-ascend plans the caches here"):
+        resolve(settings(), Options(geometry="fine"), A2, inside_ascend=True)
+
+
 def test_resolve_rejects_fp8_keys_without_fp8() -> None:
     with pytest.raises(ConfigError, match="'e4m3', which family 'a2' has no instructions for"):
         resolve(settings(), Options(device_family="a2", index_format="e4m3"), HOST)

@@ -34,9 +34,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return get
 
 
-def serve(environment: dict[str, str], **what: Any) -> dict[str, Any]:
-    """What `tests.npu.serve` prints in a process with this environment."""
-    command = [sys.executable, "-m", "tests.npu.serve", json.dumps(what)]
+def serve(environment: dict[str, str], module: str = "tests.npu.serve", **what: Any) -> dict[str, Any]:
+    """What `tests.npu.serve`, or another such module, prints in a process with this environment."""
+    command = [sys.executable, "-m", module, json.dumps(what)]
     run = subprocess.run(command, env=environment, cwd=simnpu.ROOT, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-8000:]
     return json.loads(run.stdout.strip().splitlines()[-1])
