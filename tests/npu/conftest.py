@@ -44,11 +44,10 @@ def serve(environment: dict[str, str], module: str = "tests.npu.serve", **what: 
 
 @pytest.fixture(scope="session")
 def on_npu(simulated_npu: Path, checkpoint: Callable[[str], Path]) -> Serve:
-    """Serve cases on simulated devices of a family; `options` are the engine's."""
+    """Serve cases on the simulated device of a family; `options` are the engine's."""
 
-    def call(family: str, cases: list[str], dtype: str = "float32", devices: int = 1, **options: Any) -> dict[str, Any]:
-        settings = {"SIMNPU_SOC": CHIPS[family], "SIMNPU_DEVICES": devices}
-        environment = simnpu.environment(simulated_npu, **settings, **engine.ENVIRONMENT)
+    def call(family: str, cases: list[str], dtype: str = "float32", **options: Any) -> dict[str, Any]:
+        environment = simnpu.environment(simulated_npu, SIMNPU_SOC=CHIPS[family], **engine.ENVIRONMENT)
         environment.pop("VLLM_USE_BREAKABLE_CUDAGRAPH", None)  # vLLM sets it in a process that served DeepSeek-V4
         return serve(
             environment, checkpoint=str(checkpoint(dtype)), cases=cases, options={"dtype": dtype, **LIMITS, **options}

@@ -1,8 +1,7 @@
 """One engine in a process of its own, driven through some cases: `python -m tests.npu.serve JSON` prints JSON.
 
 The argument has `checkpoint`, `options` of the engine and the names of `cases` (below); the result has the answers of
-each case as [tokens, log-probabilities, tokens from the prefix cache], how many graphs this process captured and
-replayed, and which part of its device's memory was allocated at most; several ranks have processes of their own.
+each case as [tokens, log-probabilities, tokens from the prefix cache], and how many graphs were captured and replayed.
 """
 
 from __future__ import annotations
@@ -84,7 +83,6 @@ def run(checkpoint: str, options: dict[str, Any], cases: list[str]) -> dict[str,
         result["device"] = llm.llm_engine.vllm_config.device_config.device_type
         if result["device"] == "npu":
             result |= {"captures": torch.npu.NPUGraph.captures, "replays": torch.npu.NPUGraph.replays}
-            result["peak"] = torch.npu.max_memory_allocated() / torch.npu.mem_get_info()[1]
     return result
 
 
