@@ -43,6 +43,13 @@ def permuted(store: Store, dim: int, axis: int = 0) -> Store:
     return lambda tensor: store(half_layout(tensor, dim, axis))
 
 
+class Ends:
+    """Embedding and head of a model, for its MTP block; there when the model is made."""
+
+    embed_tokens: nn.Module
+    lm_head: nn.Module
+
+
 class Shared(NamedTuple):
     """What all layers of a model use together, those of the MTP block included.
 
@@ -52,6 +59,7 @@ class Shared(NamedTuple):
     planner: StepPlanner
     workspace: Workspace
     tables: RopeTables
+    ends: Ends
     selection: torch.Tensor | None = None
 
 

@@ -19,7 +19,7 @@ from dsv4_triton.backend.metadata import StepPlanner
 from dsv4_triton.backend.serving import Serving
 from dsv4_triton.backend.workspace import Workspace, step_workspace
 from dsv4_triton.config import HC_MULT
-from dsv4_triton.model.attention import Shared
+from dsv4_triton.model.attention import Ends, Shared
 from dsv4_triton.model.layer import DecoderLayer, HcHead, Pending
 from dsv4_triton.model.loader import DRAFT_PREFIX, Slot, into_layer, load_strict, prefixed
 from dsv4_triton.model.rope import RopeTables
@@ -58,10 +58,12 @@ class DeepseekV4Model(nn.Module):
         selection = None
         if serving.choices.shared_indices:
             selection = torch.full((tokens, settings.index_topk), -1, dtype=torch.int32, device=device)
-        shared = Shared(planner, workspace, RopeTables(model_config.max_model_len), selection)
+        self.ends = Ends()
+        shared = Shared(planner, workspace, RopeTables(model_config.max_model_len), self.ends, selection)
         self.embed_tokens: nn.Module = VocabParallelEmbedding(
             settings.vocab, settings.hidden, prefix=f"{prefix}.embed_tokens"
         )
+        self.ends.embed_tokens = self.embed_tokens
         self.layers = nn.ModuleList(
             DecoderLayer(vllm_config, serving, index, shared, f"{prefix}.layers.{index}")
             for index in range(settings.layers)
@@ -107,6 +109,7 @@ class TritonDeepseekV4ForCausalLM(nn.Module):
         self.lm_head = ParallelLMHead(
             self.settings.vocab, self.settings.hidden, params_dtype=torch.float32, prefix="lm_head"
         )
+        self.model.ends.lm_head = self.lm_head
         self.logits_processor = LogitsProcessor(self.settings.vocab)
         self.logits_processor.head_dtype = torch.float32
 

@@ -14,6 +14,8 @@ Source: the `MTPBlock` of the official DeepSeek inference code, which, unlike vL
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,12 +40,10 @@ COPIES = (f"{BLOCK_PREFIX}.emb.", f"{BLOCK_PREFIX}.head.")
 class MTPBlock(nn.Module):
     """Streams [T, 4, D] of the target, or of the block itself, and the next tokens -> streams."""
 
-    embed_tokens: nn.Module
-    """The target's embedding, which vLLM sets."""
-
     def __init__(self, vllm_config: VllmConfig, serving: Serving, shared: Shared, prefix: str) -> None:
         super().__init__()
         settings, dtype = serving.model, vllm_config.model_config.dtype
+        self.ends = shared.ends
         self.hidden = hidden = settings.hidden
         # Weights in fp32: a norm then has one rounding, at its end.
         self.enorm = RMSNorm(hidden, settings.rms_eps, dtype=torch.float32)
@@ -55,6 +55,11 @@ class MTPBlock(nn.Module):
 
     def _projection(self, prefix: str) -> ReplicatedLinear:
         return ReplicatedLinear(self.hidden, self.hidden, bias=False, return_bias=False, prefix=prefix)
+
+    @property
+    def layers(self) -> dict[str, Any]:
+        """Where vllm-ascend looks for heads that it could replace by the target's: it is the target's."""
+        return {"0": SimpleNamespace(shared_head=SimpleNamespace(head=self.ends.lm_head))}
 
     def forward(self, embedded: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
         """[T, 4, D] of `embedded` [T, D] and `streams` [T, 4, D]."""
@@ -75,10 +80,10 @@ class MTPBlock(nn.Module):
 
 
 class DeepSeekV4MTPModel(nn.Module):
-    """The draft model class vLLM loads for `--speculative-config '{"method": "mtp", ...}'`."""
+    """The draft model class vLLM loads for `--speculative-config '{"method": "mtp", ...}'`.
 
-    lm_head: nn.Module
-    """The target's head, which vLLM sets."""
+    Embedding and head are taken from the target; vLLM sets them here, too, and vllm-ascend does not.
+    """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
@@ -90,7 +95,7 @@ class DeepSeekV4MTPModel(nn.Module):
         self.logits_processor.head_dtype = torch.float32
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self.model.embed_tokens(input_ids)
+        return self.model.ends.embed_tokens(input_ids)
 
     def forward(
         self,
@@ -108,7 +113,7 @@ class DeepSeekV4MTPModel(nn.Module):
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Logits [T, V] of what `forward` returned."""
         hidden = self.model.hc_head(hidden_states.view(len(hidden_states), HC_MULT, -1))
-        return self.logits_processor(self.lm_head, hidden.float())
+        return self.logits_processor(self.model.ends.lm_head, hidden.float())
 
     def slots(self) -> dict[str, Slot]:
         """Every tensor of the block by its official name."""
