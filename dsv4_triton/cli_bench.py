@@ -388,7 +388,7 @@ def load(
         report, status = Report(plan), 0
         try:
             with interrupts.watched():
-                measure(report, console, interrupts)
+                measure(report, console, interrupts, lambda: progress_bar(console))
         except (Exception, KeyboardInterrupt) as error:
             if not interrupts.pending and not isinstance(error, ServerFailedError):
                 raise

@@ -17,6 +17,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -25,7 +26,6 @@ from openai import AsyncOpenAI
 from rich.console import Console
 from rich.table import Table
 
-from dsv4_triton.console import progress_bar
 from dsv4_triton.demo.checkpoint import DemoSettings, write_checkpoint
 from dsv4_triton.demo.serve import (
     NAME,
@@ -37,6 +37,7 @@ from dsv4_triton.demo.serve import (
     wait_until_ready,
 )
 
+Progress = Callable[[int, int, str], None]
 HEADS = (40, 130, 257, 520)
 """Lengths of shared heads: inside a window, just over one, just over a page, two pages."""
 TAILS = (1, 3, 4, 31, 127, 128, 129)
@@ -251,8 +252,11 @@ def metrics(url: str) -> dict[str, float]:
     return found
 
 
-def measure(report: Report, console: Console, interrupts: Interrupts) -> None:
-    """Serve the demo checkpoint in fp32 on 127.0.0.1, load it, stop it. Fills `report` while it goes on."""
+def measure(
+    report: Report, console: Console, interrupts: Interrupts, bar: Callable[[], AbstractContextManager[Progress]]
+) -> None:
+    """Serve the demo checkpoint in fp32 on 127.0.0.1, load it, stop it. Fills `report` while it goes on; `bar` opens
+    what shows minutes, their total and what happens, once the server is ready."""
     plan = report.plan
     settings = DemoSettings(dtype="float32")
     with tempfile.TemporaryDirectory(prefix="dsv4-load-") as folder:
@@ -270,11 +274,11 @@ def measure(report: Report, console: Console, interrupts: Interrupts) -> None:
         try:
             interrupts.release()
             wait_until_ready(server, console, interrupts)
-            with progress_bar(console) as bar:
+            with bar() as show:
                 asyncio.run(
                     drive(
                         server.url, server.process.pid, report, settings.vocab - 32,
-                        lambda done, what: bar(int(done), round(plan.minutes), what),
+                        lambda done, what: show(int(done), round(plan.minutes), what),
                     )
                 )  # fmt: skip
             server.ready()  # ServerFailedError where it has ended
