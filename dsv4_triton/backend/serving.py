@@ -40,7 +40,10 @@ class Serving:
         # fp32 is for exact comparisons, so its rows stay whole whatever the family stores.
         row_format = RowFormat.PLAIN if exact else choices.family.row_format
         pages = layout(choices, model.ratios, row_format, dtype)
-        _check_cache_dtype(cache.cache_dtype, pages.window.dtype, choices.family)
+        # vllm-ascend writes the model's dtype where the user has said "auto".
+        settled = ascend.active() and cache.cache_dtype == str(dtype).removeprefix("torch.")
+        if not settled:
+            _check_cache_dtype(cache.cache_dtype, pages.window.dtype, choices.family)
         return cls(model, options, choices, pages)
 
     def summary(self) -> str:

@@ -72,6 +72,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.T
 def install() -> None:
     absent_from(torch_npu)
     absent_from(torch.npu)
+    torch.npu.get_soc_version = lambda: 220  # an A2
     torch_npu._npu_matmul_add_fp32 = nothing
     torch_npu.npu_format_cast = lambda tensor, layout: tensor
     torch_npu.npu_rms_norm = rms_norm
@@ -82,6 +83,8 @@ def install() -> None:
     module("scipy.linalg", hadamard=nothing)
     module("scipy.stats", norm=SimpleNamespace(ppf=nothing))
     module("scipy.optimize", linear_sum_assignment=nothing)
+    for name in ("qwen3_5", "qwen3_dflash", "qwen3vl", "kimi_k25"):  # models that need torchvision
+        module(f"vllm_ascend.patch.worker.patch_{name}")
     module("vllm_ascend._build_info", __device_type__="A2")
     module("torch_npu.op_plugin")
     module("torch_npu.op_plugin.atb")

@@ -118,6 +118,9 @@ def synchronize(device: Any = None) -> None:
 
 # Memory
 
+# vllm-ascend points these names of torch to this module.
+_memory_stats, _reset_peak = torch.accelerator.memory_stats, torch.accelerator.reset_peak_memory_stats
+
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
     return torch._C._accelerator_getMemoryInfo(_index(device))
@@ -128,7 +131,7 @@ def empty_cache() -> None:
 
 
 def memory_stats(device: Any = None) -> dict[str, Any]:
-    return torch.accelerator.memory_stats(_index(device))
+    return _memory_stats(_index(device))
 
 
 def memory_allocated(device: Any = None) -> int:
@@ -144,7 +147,7 @@ def memory_reserved(device: Any = None) -> int:
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:
-    torch.accelerator.reset_peak_memory_stats(_index(device))
+    _reset_peak(_index(device))
 
 
 # Random numbers
