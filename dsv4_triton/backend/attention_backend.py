@@ -11,7 +11,7 @@ from dsv4_triton.backend.metadata import DsaMetadataBuilder
 
 
 class TritonDsaBackend(AttentionBackend):
-    """DeepSeek sparse attention in Triton; the forward pass is the custom op `dsa_forward`."""
+    """DeepSeek sparse attention in Triton; the forward pass is the custom op `triton_dsa_forward`."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float32]
 
@@ -21,7 +21,7 @@ class TritonDsaBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type:
-        raise NotImplementedError("DeepSeek-V4 attention layers call torch.ops.vllm.dsa_forward")
+        raise NotImplementedError("DeepSeek-V4 attention layers call torch.ops.vllm.triton_dsa_forward")
 
     @staticmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder]:

@@ -1,4 +1,4 @@
-"""`torch.ops.vllm.dsa_forward(hidden, wide, output, layer_name)`: a layer's attention as one node of a graph."""
+"""`torch.ops.vllm.triton_dsa_forward(hidden, wide, output, layer_name)`: a layer's attention as one node of a graph."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 
 from dsv4_triton.backend.compat import attention_metadata, layer_of, register_op
 
-OP_NAME = "dsa_forward"
+OP_NAME = "triton_dsa_forward"
+"""vllm-ascend has an op `dsa_forward`."""
 
 
 def dsa_forward(hidden: torch.Tensor, wide: torch.Tensor, output: torch.Tensor, layer_name: str) -> None:

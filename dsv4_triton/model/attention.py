@@ -117,7 +117,7 @@ class Indexer(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention of layer `index`; the forward pass is `torch.ops.vllm.dsa_forward`."""
+    """Attention of layer `index`; the forward pass is `torch.ops.vllm.triton_dsa_forward`."""
 
     cos_sin: torch.Tensor
 
@@ -209,7 +209,7 @@ class Attention(nn.Module):
         """[T, D] of `hidden` [T, D]; `wide` is `hidden` in fp32."""
         groups, rank, _ = self.wo_a.shape
         z = torch.empty(len(hidden), groups * rank, dtype=hidden.dtype, device=hidden.device)
-        torch.ops.vllm.dsa_forward(hidden, wide, z, self.prefix)
+        torch.ops.vllm.triton_dsa_forward(hidden, wide, z, self.prefix)
         return self.wo_b(z)
 
     def latents(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -145,7 +145,7 @@ def forward_context(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_profiling_run_is_zero_and_touches_no_layer(forward_context: Any) -> None:
     hidden, output = torch.randn(3, 8), torch.full((3, 8), float("nan"))
     forward_context.no_compile_layers = {}
-    torch.ops.vllm.dsa_forward(hidden, hidden, output, "layer")
+    torch.ops.vllm.triton_dsa_forward(hidden, hidden, output, "layer")
     assert torch.equal(output, torch.zeros(3, 8))
 
 

@@ -358,7 +358,9 @@ def test_the_op_is_a_proper_operator(served: Served, index: int) -> None:
     with in_a_step(served) as tokens, torch.no_grad():
         hidden = torch.randn(tokens, attention.settings.hidden)
         output = torch.empty(tokens, groups * rank)
-        torch.library.opcheck(torch.ops.vllm.dsa_forward.default, (hidden, hidden.clone(), output, attention.prefix))
+        torch.library.opcheck(
+            torch.ops.vllm.triton_dsa_forward.default, (hidden, hidden.clone(), output, attention.prefix)
+        )
 
 
 def test_a_function_around_the_op_compiles(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,4 +385,4 @@ def test_a_function_around_the_op_compiles(served: Served, monkeypatch: pytest.M
             assert torch.equal(torch.compile(function, fullgraph=True, backend=backend)(hidden), expected)
         torch._dynamo.reset()
     (nodes,) = graphs
-    assert nodes.count("vllm.dsa_forward") == 1
+    assert nodes.count("vllm.triton_dsa_forward") == 1

@@ -1,9 +1,18 @@
 from typing import Any
 
+import torch
+from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.worker.gpu_worker import Worker
 
 from dsv4_triton.backend import worker_npu
 from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
+
+
+def dsa_forward(hidden: torch.Tensor, output: torch.Tensor) -> None:
+    """The op of its own attention."""
+
+
+direct_register_custom_op(op_name="dsa_forward", op_func=dsa_forward, mutates_args=["output"], fake_impl=dsa_forward)
 
 
 class NPUWorker(worker_npu.NpuWorker):
