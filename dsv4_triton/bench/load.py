@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import statistics
 import tempfile
 import time
 import urllib.request
@@ -20,9 +21,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
-from openai import AsyncOpenAI
+from httpx import Limits
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from rich.console import Console
 from rich.table import Table
 
@@ -49,7 +52,7 @@ TIE = 1e-4
 order of sums depends on its number of rows: in fp32 they differ by less than 1e-5 between batches."""
 SAMPLE_SECONDS = 5.0
 GROWTH = 0.02
-"""Memory that is touched for the first time in the second half of a run, as a share of all: less is flat."""
+"""By which share memory may be larger in the last quarter of a run than in the one before, on average."""
 METRICS = {
     "preemptions": "vllm:num_preemptions_total",
     "prefix tokens asked": "vllm:prefix_cache_queries_total",
@@ -86,8 +89,8 @@ class Alone:
 @dataclass
 class Report:
     """What came of it. `wrong` and `errors` say what was wrong; `ties` are answers that leave the expected one where
-    two tokens were equally likely. `rate`: tokens per second under load. `memory`: seconds and bytes of all processes
-    of the server."""
+    two tokens were equally likely. `rate`: tokens per second under load. `memory`: seconds, and bytes of each process
+    of the server by its name."""
 
     plan: Plan
     seconds: float = 0.0
@@ -98,22 +101,23 @@ class Report:
     ties: int = 0
     wrong: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
-    memory: list[tuple[float, int]] = field(default_factory=list)
+    memory: list[tuple[float, dict[str, int]]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def growth(self) -> float:
-        """By which share memory grew from the middle of the run to its end."""
-        if len(self.memory) < 2:
+        """By which share memory was larger in the last quarter than in the one before."""
+        totals = [sum(sizes.values()) for _, sizes in self.memory]
+        quarter = len(totals) // 4
+        if not quarter:
             return 0.0
-        middle = self.memory[len(self.memory) // 2][1]
-        return self.memory[-1][1] / middle - 1.0
+        return statistics.mean(totals[-quarter:]) / statistics.mean(totals[-2 * quarter : -quarter]) - 1.0
 
     @property
     def problems(self) -> list[str]:
         found = [*self.errors, *self.wrong]
         if self.growth > GROWTH:
-            found.append(f"memory grew by {self.growth:.1%} in the second half")
+            found.append(f"memory grew by {self.growth:.1%} in the last quarter")
         for name in ("running at the end", "cache in use at the end"):
             if self.metrics.get(name):
                 found.append(f"{name}: {self.metrics[name]:g}")
@@ -186,7 +190,10 @@ async def drive(url: str, pid: int, report: Report, vocab: int, progress: Callab
     """Ask each request alone, then all clients at once until the time is over, and once more alone."""
     plan = report.plan
     asked = prompts(plan.seed, vocab)
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=600, max_retries=0) as client:
+    # Without connections that are kept: one that the server closes while it is taken again would be an error.
+    http = DefaultAsyncHttpxClient(limits=Limits(max_keepalive_connections=0))
+    options: dict[str, Any] = {"base_url": f"{url}/v1", "api_key": "none", "timeout": 600, "max_retries": 0}
+    async with AsyncOpenAI(**options, http_client=http) as client:
         expected = []
         for number, prompt in enumerate(asked):
             progress(0.0, f"alone: {number} of {len(asked)} requests")
@@ -214,7 +221,7 @@ async def drive(url: str, pid: int, report: Report, vocab: int, progress: Callab
                 report.memory.append((report.seconds, resident(pid)))
                 progress(
                     report.seconds / 60, f"{report.answers} answers, {report.left} left, {report.ties} ties, "
-                    f"{len(report.wrong)} wrong, {len(report.errors)} errors, {report.memory[-1][1] >> 20} MiB",
+                    f"{len(report.wrong)} wrong, {len(report.errors)} errors",
                 )  # fmt: skip
                 await asyncio.sleep(SAMPLE_SECONDS)
 
@@ -228,16 +235,16 @@ async def drive(url: str, pid: int, report: Report, vocab: int, progress: Callab
     report.metrics = metrics(url)
 
 
-def resident(pid: int) -> int:
-    """Bytes that the processes below `pid` and itself have to themselves."""
+def resident(pid: int) -> dict[str, int]:
+    """Bytes that `pid` and the processes below it have to themselves, by name and number."""
     process = psutil.Process(pid)
-    total = 0
+    found = {}
     for one in (process, *process.children(recursive=True)):
         try:
-            total += one.memory_full_info().uss
+            found[f"{one.name()} {one.pid}"] = int(one.memory_full_info().uss)
         except psutil.NoSuchProcess:
             continue
-    return total
+    return found
 
 
 def metrics(url: str) -> dict[str, float]:
@@ -303,8 +310,8 @@ def table(report: Report) -> Table:
         "ended by a tie": f"{report.ties}",
     }
     if report.memory:
-        first, last = report.memory[0][1] >> 20, report.memory[-1][1] >> 20
-        rows["memory of the server"] = f"{first} to {last} MiB, {report.growth:+.2%} in the second half"
+        first, last = (sum(report.memory[at][1].values()) >> 20 for at in (0, -1))
+        rows["memory of the server"] = f"{first} to {last} MiB, {report.growth:+.2%} in the last quarter"
     rows |= {name: f"{value:g}" for name, value in report.metrics.items()}
     for name, value in rows.items():
         result.add_row(name, value)

@@ -45,13 +45,15 @@ def test_prompts_share_heads_and_fit() -> None:
 
 
 def test_what_is_a_problem() -> None:
-    report = Report(Plan(), memory=[(0.0, 50), (5.0, 100), (10.0, 101)], metrics={"running at the end": 0.0})
+    sizes = [50, 70, 90, 100, 100, 100, 101, 101]
+    report = Report(Plan(), memory=[(5.0 * i, {"a": size - 9, "b": 9}) for i, size in enumerate(sizes)])
+    report.metrics["running at the end"] = 0.0
     assert report.problems == [] and report.growth == pytest.approx(0.01)
-    report.memory.append((15.0, 120))
+    report.memory[-1] = (35.0, {"a": 120})
     report.metrics |= {"running at the end": 1.0, "cache in use at the end": 0.5}
     report.errors.append("gone")
     assert [problem.split(":")[0] for problem in report.problems] == [
-        "gone", "memory grew by 18.8% in the second half", "running at the end", "cache in use at the end"
+        "gone", "memory grew by 10.5% in the last quarter", "running at the end", "cache in use at the end"
     ]  # fmt: skip
     assert json.loads(report.as_json())["problems"] == report.problems
 
