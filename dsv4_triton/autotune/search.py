@@ -58,10 +58,12 @@ class Found:
         self.verdicts = [verdict if one.config == verdict.config else one for one in self.verdicts]
 
     def ranked(self) -> list[Verdict]:
-        """What is better than the default by enough, the best first."""
-        good = [one for one in self.verdicts if one.ok and one.config != self.default.config]
-        if self.default.ok:
-            good = [one for one in good if one.microseconds * GAIN < self.default.microseconds]
+        """What is better than the default by enough, the best first. An estimate is of the work alone, so what makes
+        more launches than the default, each with a start of its own, is not better."""
+        good, default = [one for one in self.verdicts if one.ok and one.config != self.default.config], self.default
+        if default.ok:
+            good = [one for one in good if one.microseconds * GAIN < default.microseconds]
+            good = [one for one in good if one.launches <= default.launches]
         return sorted(good, key=lambda one: (one.microseconds, one.effort))
 
 

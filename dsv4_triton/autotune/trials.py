@@ -71,7 +71,8 @@ class Verdict:
     fate: ok, or the gate that it did not pass: compile, memory, fallback, faults, unknown (the cost model cannot count
         it), wrong (it differs from the reference), crash, time, unused (the op never asked for these parameters).
     microseconds: the whole op, nan unless ok. effort: breaks ties, microseconds of all resources together.
-    limit: what the longest launch waits for. parts: seconds of each launch by its fingerprint.
+    limit: what the longest launch waits for. launches: how many there are, where they are estimated. parts: seconds of
+        each launch by its fingerprint.
     """
 
     config: dict[str, Any]
@@ -80,6 +81,7 @@ class Verdict:
     microseconds: float = nan
     effort: float = inf
     limit: str = ""
+    launches: int = 0
     parts: dict[str, tuple[float, float, str]] = field(default_factory=dict)
 
     @property
@@ -151,7 +153,7 @@ def _estimated(target: Target, config: dict[str, Any], known: Mapping[str, tuple
         total, effort = total + part[0], effort + part[1]
         if part[0] > slowest:
             slowest, limit = part[0], part[2]
-    return Verdict(config, "ok", "", total * 1e6, effort * 1e6, limit, parts)
+    return Verdict(config, "ok", "", total * 1e6, effort * 1e6, limit, len(results), parts)
 
 
 def _gate(result: CompileResult, family: Family) -> tuple[str, str] | None:

@@ -68,6 +68,13 @@ def test_a_gain_below_a_percent_is_none(made: Space) -> None:
     assert found.ranked() == []
 
 
+def test_more_launches_are_no_gain(made: Space) -> None:
+    def evaluate(configs: list[dict[str, Any]]) -> list[Verdict]:
+        return [Verdict(c, "ok", "", 100.0 / c["BLOCK"], 1.0, launches=1 + (c["BLOCK"] == 32)) for c in configs]
+
+    assert search(target(made), [], evaluate).ranked()[0].config["BLOCK"] == 24
+
+
 def test_seeds_are_tried_right_after_the_default(made: Space) -> None:
     log: list[dict[str, Any]] = []
     seeds = [{"BLOCK": 24, "multibuffer": False}, {"TILE": 1}, {"BLOCK": 7, "multibuffer": None}]
