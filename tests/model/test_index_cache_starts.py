@@ -82,6 +82,7 @@ def test_a_pattern_and_a_checkpoint_without_the_indexers_of_shared_layers(
     """Two shared layers in a row, with other kinds of layers between the full one and them. The start says which."""
     letters, lacking = "FSSFS", tuple(f"layers.{index}.attn.indexer." for index in (2, 4, 6))
     oracle, logger = SharingOracle(folder, letters), logging.getLogger("vllm")
+    caplog.set_level(logging.INFO, logger.name)
     logger.addHandler(caplog.handler)
     try:
         with engine.engine(
