@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dsv4_triton.backend import attention
-from dsv4_triton.demo.checkpoint import DemoSettings
 from tests.model import engine
 from tests.model.conftest import Oracle
+from tests.model.truths import TINY
 
-SETTINGS = DemoSettings(
-    ratios=(4, 0, 4, 128, 4, 4, 4),
-    hash_layers=1,
-    hidden=64,
-    heads=2,
-    q_lora=32,
-    o_groups=1,
-    o_lora=32,
-    experts=8,
-    experts_per_token=2,
-    intermediate=32,
-    context=2048,
-    dtype="float32",
-)
+SETTINGS = replace(TINY, ratios=(4, 0, 4, 128, 4, 4, 4))
 FREQ = {"freq": 2}
 LETTERS = "FFSFS"
 """What a frequency of two comes to with five c4 layers."""
