@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+import hashlib
+from base64 import urlsafe_b64encode
+from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,6 +21,11 @@ def check(device_type: str | None) -> None:
     if folder is None or not (folder / "backends" / "ascend").is_dir():
         what = "no module triton" if folder is None else f"the module triton in {folder} is upstream's"
         raise ConfigError(f"{what}: the kernels need triton-ascend, which takes its place; {_DOCTOR}")
+    if _overwritten():
+        raise ConfigError(
+            f"another package, such as upstream's triton, lies over triton-ascend in {folder}: remove both and install "
+            f"triton-ascend again; {_DOCTOR}"
+        )
     vllm = _version("vllm")
     if vllm is not None and not vllm.startswith(f"{VLLM}."):
         raise ConfigError(f"vllm is {vllm}: this release of dsv4_triton works with vLLM {VLLM}; {_DOCTOR}")
@@ -31,6 +38,20 @@ def check(device_type: str | None) -> None:
 
 
 _DOCTOR = "`dsv4-triton doctor` says what to install"
+
+
+def _overwritten() -> bool:
+    """Whether the module that triton-ascend installed is not the one that lies there, as far as its list of files says
+    (a build in place has none)."""
+    try:
+        files = distribution("triton-ascend").files or ()
+    except PackageNotFoundError:
+        return False
+    for file in files:
+        if file.as_posix() == "triton/__init__.py" and file.hash is not None:
+            digest = hashlib.new(file.hash.mode, file.read_binary()).digest()
+            return urlsafe_b64encode(digest).decode().rstrip("=") != file.hash.value
+    return False
 
 
 def _version(distribution: str) -> str | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from importlib.machinery import ModuleSpec
+from importlib.metadata import FileHash, PackagePath
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,3 +43,17 @@ def test_triton_that_is_not_triton_ascend(monkeypatch: pytest.MonkeyPatch, tmp_p
         monkeypatch.setattr(installation, "find_spec", lambda name, found=found: found)
         with pytest.raises(ConfigError, match=says):
             installation.check("cpu")
+
+
+def test_upstreams_triton_over_triton_ascend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Both unpack into one folder; the list of installed files has the hash of what triton-ascend put there."""
+    (tmp_path / "triton").mkdir()
+    module = PackagePath("triton/__init__.py")
+    module.dist = SimpleNamespace(locate_file=tmp_path.joinpath)
+    module.hash = FileHash("sha256=ungWv48Bz-pBQUDeXa4iI7ADYaOWF3qctBD_YfIAFa0")  # of "abc"
+    monkeypatch.setattr(installation, "distribution", lambda name: SimpleNamespace(files=[PackagePath("x"), module]))
+    (tmp_path / "triton" / "__init__.py").write_text("abc")
+    installation.check("cpu")
+    (tmp_path / "triton" / "__init__.py").write_text("abcd")
+    with pytest.raises(ConfigError, match=r"lies over triton-ascend in .*: remove both and install triton-ascend"):
+        installation.check("cpu")
