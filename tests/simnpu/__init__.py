@@ -4,13 +4,18 @@ What it is: an allocator with a memory limit that fills new memory with a patter
 generators, torch's CPU kernels run on the device's memory without copies, and graphs that are recorded and replayed.
 While a graph is captured it refuses what a device cannot do then: values read on the host, blocking copies, waiting.
 
-What it is not: everything runs when it is given and in that order, so no race between streams is ever seen; numbers are
-those of a CPU; graphs keep all their intermediate tensors instead of sharing a pool; results of operators are on the
-current device of the thread, so that a thread works on one device at a time.
+By itself everything runs when it is given, in that order. With SIMNPU_LATE work waits on its stream and is done as late
+as events and waiting allow, and memory is used again as soon as it may be (`queue.h`), so that what nothing orders
+comes out wrong.
+
+What it is not: at most one piece of work runs at a time, and what a stream does is never seen half done; numbers are
+those of a CPU; graphs keep all their intermediate tensors instead of sharing a pool.
 
 `fake_torch_npu/` has the Python side, which a process gets with `environment()`. Settings, as environment variables:
 SIMNPU_LIBRARY (what `build` made), SIMNPU_SOC (chip, default Ascend910B2), SIMNPU_DEVICES (default 1),
-SIMNPU_MEMORY_MB (of each device, default 4096), SIMNPU_FILL (byte of new memory, default 255: NaN, -1).
+SIMNPU_MEMORY_MB (of each device, default 4096), SIMNPU_FILL (byte of new memory, default 255: NaN, -1), SIMNPU_LATE
+(default: work is done when it is given; `side`: work on other streams than the default one waits; `default`: the
+default stream's; a number: any, by chance, with this seed).
 """
 
 from __future__ import annotations

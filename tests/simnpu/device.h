@@ -1,23 +1,21 @@
 // What torch asks of a device besides memory and operators: streams, events, generators, hooks.
-// Work is done when it is given, so streams and events only have identities; no race is ever seen here.
 #pragma once
 
 #include "graph.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
-#include <atomic>
 #include <chrono>
 
 namespace simnpu {
 
 struct Event {
   std::chrono::steady_clock::time_point time;
+  Place place;
 };
-
-inline thread_local std::array<c10::StreamId, kMaxDevices> current_streams{};
 
 inline c10::Stream stream(c10::DeviceIndex device, c10::StreamId id) {
   return c10::Stream(c10::Stream::UNSAFE, {kType, device < 0 ? current_device : device}, id);
@@ -70,32 +68,63 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void* getStreamNativeHandle(const c10::Stream stream) const override {
     return reinterpret_cast<void*>(stream.id() + 1);
   }
-  bool queryStream(const c10::Stream&) const override {
-    return true;
+  bool queryStream(const c10::Stream& stream) const override {
+    refuse_in_capture("asking a stream");
+    auto& queue = queue_of(stream);
+    return queues().try_run(queue, queues().mark(queue));
   }
-  void synchronizeStream(const c10::Stream&) const override {
+  void synchronizeStream(const c10::Stream& stream) const override {
     refuse_in_capture("waiting for a stream");
+    queues().run(queue_of(stream));
   }
-  void synchronizeDevice(const c10::DeviceIndex) const override {
+  void synchronizeDevice(const c10::DeviceIndex device) const override {
     refuse_in_capture("waiting for the device");
+    queues().run_device(device < 0 ? current_device : device);
   }
-  bool isStreamCapturing(const c10::Stream&) const override {
-    return capturing != nullptr;
+  bool isStreamCapturing(const c10::Stream& stream) const override {
+    return capturing != nullptr && capturing->holds(stream.id());
   }
 
-  void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
     if (*event == nullptr) {
       *event = new Event();
     }
-    static_cast<Event*>(*event)->time = std::chrono::steady_clock::now();
+    const auto place = isStreamCapturing(stream)
+        ? capturing->mark(stream.id())
+        : Place{0, stream.device_index(), stream.id(), queues().mark(queue_of(stream))};
+    *static_cast<Event*>(*event) = {std::chrono::steady_clock::now(), place};
   }
-  void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override {
+  // Waiting for an event that was not recorded is no operation.
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event == nullptr) {
+      return;
+    }
+    const auto place = static_cast<Event*>(event)->place;
+    if (isStreamCapturing(stream) || (place.capture != 0 && place.capture == current_capture)) {
+      capturing->wait(stream.id(), place);
+      return;
+    }
+    refuse_captured(place);
+    if (deferring()) {
+      queues().give(queue_of(stream), [place] { queues().run(queues().of(place.device, place.stream), place.mark); });
+    }
+  }
+  bool queryEvent(void* event) const override {
     refuse_in_capture("asking an event");
-    return true;
+    if (event == nullptr) {
+      return true;
+    }
+    const auto place = static_cast<Event*>(event)->place;
+    refuse_captured(place);
+    return queues().try_run(queues().of(place.device, place.stream), place.mark);
   }
-  void synchronizeEvent(void*) const override {
+  void synchronizeEvent(void* event) const override {
     refuse_in_capture("waiting for an event");
+    if (event != nullptr) {
+      const auto place = static_cast<Event*>(event)->place;
+      refuse_captured(place);
+      queues().run(queues().of(place.device, place.stream), place.mark);
+    }
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
     delete static_cast<Event*>(event);
@@ -105,9 +134,18 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     const auto time = static_cast<Event*>(end)->time - static_cast<Event*>(begin)->time;
     return std::chrono::duration<double, std::milli>(time).count();
   }
+
+ private:
+  static Queue& queue_of(const c10::Stream& stream) {
+    return queues().of(stream.device_index(), stream.id());
+  }
+  static void refuse_captured(const Place& place) {
+    TORCH_CHECK(place.capture == 0, "simnpu: an event that was recorded in a capture means nothing outside of it");
+  }
 };
 
-// A generator of the device, which draws from a CPU generator of its own.
+// A generator of the device, which draws from a CPU generator of its own when work is done: its state is the host's
+// after all work.
 struct Generator final : c10::GeneratorImpl {
   explicit Generator(c10::DeviceIndex index, at::Generator source = at::detail::createCPUGenerator())
       : GeneratorImpl({kType, index}, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)), host(std::move(source)) {}
@@ -115,12 +153,14 @@ struct Generator final : c10::GeneratorImpl {
     return kType;
   }
   void set_current_seed(uint64_t seed) override {
+    queues().run_device(device().index());
     host.set_current_seed(seed);
   }
   uint64_t current_seed() const override {
     return host.current_seed();
   }
   uint64_t seed() override {
+    queues().run_device(device().index());
     return host.seed();
   }
   void set_offset(uint64_t) override {}
@@ -128,9 +168,11 @@ struct Generator final : c10::GeneratorImpl {
     return 0;
   }
   void set_state(const c10::TensorImpl& state) override {
+    queues().run_device(device().index());
     host.unsafeGetGeneratorImpl()->set_state(state);
   }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    queues().run_device(device().index());
     return host.unsafeGetGeneratorImpl()->get_state();
   }
   Generator* clone_impl() const override {
@@ -151,6 +193,7 @@ inline const at::Generator& default_generator(c10::DeviceIndex index) {
 }
 
 inline void resize_storage(const c10::Storage& storage, size_t bytes) {
+  const c10::DeviceGuard guard(storage.device());
   auto memory = allocator().allocate(bytes);
   std::memcpy(memory.get(), storage.data(), std::min(bytes, storage.nbytes()));
   storage.set_data_ptr_noswap(std::move(memory));

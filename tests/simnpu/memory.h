@@ -7,6 +7,7 @@
 #include <array>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <mutex>
 #include <set>
 
@@ -26,14 +27,29 @@ inline c10::DeviceIndex device_count() {
 }
 
 inline thread_local c10::DeviceIndex current_device = 0;
+inline thread_local std::array<c10::StreamId, kMaxDevices> current_streams{};
+inline thread_local int64_t current_capture = 0;  // 0 where no graph is captured
 
-// A block of device memory: its own, or a CPU result that became a device tensor without a copy.
-struct Block {
-  void* memory;
+// Device memory: its own, or a CPU result that became a device tensor without a copy. Tensors hold it, and so does work
+// that is still to be done.
+struct Memory {
+  void* address;
   c10::Storage adopted;
   size_t bytes;
   c10::DeviceIndex device;
+  ~Memory();
 };
+
+// What a storage holds: memory, and where its allocator may hand it out again when the storage is gone.
+struct Block {
+  std::shared_ptr<Memory> memory;
+  c10::StreamId stream;
+  int64_t capture;
+  bool used_elsewhere;  // `record_stream` was called
+};
+
+// Called with a block whose storage is gone while work may still use its memory.
+void reuse(const Block& block);
 
 class Allocator final : public c10::DeviceAllocator {
  public:
@@ -50,14 +66,23 @@ class Allocator final : public c10::DeviceAllocator {
     void* memory = std::aligned_alloc(512, (bytes + 511) / 512 * 512);
     TORCH_CHECK(memory != nullptr, "simnpu: the host has no ", bytes, " bytes left");
     std::memset(memory, static_cast<int>(pattern), bytes);
-    return {memory, new Block{memory, {}, bytes, device.index()}, &release, device};
+    return hold(new Memory{memory, {}, bytes, device.index()});
   }
 
   // The memory of `host` as the device's; `host` is kept.
   c10::DataPtr adopt(const c10::Storage& host) {
-    const c10::Device device(kType, current_device);
-    take(host.nbytes(), device.index());
-    return {host.mutable_data(), new Block{nullptr, host, host.nbytes(), device.index()}, &release, device};
+    take(host.nbytes(), current_device);
+    return hold(new Memory{host.mutable_data(), host, host.nbytes(), current_device});
+  }
+
+  // The block of a storage; none where it has no memory.
+  static Block* block_of(const c10::Storage& storage) {
+    const auto& data = storage.data_ptr();
+    return data.get_deleter() == &release ? static_cast<Block*>(data.get_context()) : nullptr;
+  }
+
+  void give_back(const Memory& memory) {
+    each(memory.device, [&memory](auto& stat) { stat.decrease(memory.bytes); });
   }
 
   void copy_data(void* to, const void* from, size_t count) const override {
@@ -93,7 +118,18 @@ class Allocator final : public c10::DeviceAllocator {
  private:
   static constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
 
-  static void release(void* context);
+  static c10::DataPtr hold(Memory* memory) {
+    const c10::Device device(kType, memory->device);
+    auto* block = new Block{std::shared_ptr<Memory>(memory), current_streams.at(device.index()), current_capture, false};
+    return {memory->address, block, &release, device};
+  }
+
+  static void release(void* context) {
+    const std::unique_ptr<Block> block(static_cast<Block*>(context));
+    if (block->memory.use_count() > 1 && !block->used_elsewhere) {
+      reuse(*block);
+    }
+  }
 
   size_t used(c10::DeviceIndex device) {
     return stats_.at(device).allocated_bytes[kAll].current;
@@ -125,11 +161,11 @@ inline Allocator& allocator() {
   return *instance;
 }
 
-inline void Allocator::release(void* context) {
-  auto* block = static_cast<Block*>(context);
-  allocator().each(block->device, [block](auto& stat) { stat.decrease(block->bytes); });
-  std::free(block->memory);
-  delete block;
+inline Memory::~Memory() {
+  allocator().give_back(*this);
+  if (!adopted) {
+    std::free(address);
+  }
 }
 
 // Pinned host memory: ordinary memory whose address ranges are known.

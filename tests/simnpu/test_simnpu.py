@@ -10,8 +10,8 @@ from tests import simnpu
 
 
 def test_on_device(simulated_npu: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/simnpu/on_device.py"]
-    run = subprocess.run(
-        command, env=simnpu.environment(simulated_npu), cwd=simnpu.ROOT, capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["tests/simnpu/on_device.py", "tests/simnpu/order_on_device.py"]
+    environment = simnpu.environment(simulated_npu, SIMNPU_DEVICES=2)
+    run = subprocess.run(command, env=environment, cwd=simnpu.ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr

@@ -19,7 +19,9 @@ def _collective(name: str) -> Any:
 
         run, arguments = getattr(self.gloo, name), tuple(map(_on_host, arguments))
         if torch.ops.simnpu.capturing():
-            npu.NPUGraph.capturing.record_launch(lambda: run(*arguments).wait())
+            npu.submit(lambda: run(*arguments).wait())
+        else:
+            npu.current_stream().synchronize()
         return run(*arguments)
 
     return call

@@ -11,11 +11,14 @@ def _on_host(kernel: Any, value: Any) -> Any:
         return value
     if value.device.type != "npu":
         raise RuntimeError(f"kernel {kernel.__name__} got a tensor on {value.device}; an NPU cannot address it")
+    current = torch.npu.current_device()
+    if value.device.index != current:
+        raise RuntimeError(f"kernel {kernel.__name__} got a tensor on {value.device} while the device is npu:{current}")
     return torch.ops.simnpu.host(value)
 
 
 def install() -> None:
-    """Launch kernels on tensors of "npu"; while a graph is captured, launches are recorded and not run."""
+    """Launch kernels on tensors of "npu" on the current stream; while a graph is captured they wait for its replays."""
     from triton.runtime.jit import JITFunction
 
     from dsv4_triton.compiler import host
@@ -28,13 +31,13 @@ def install() -> None:
 
         args = tuple(_on_host(kernel, value) for value in args)
         named = {name: _on_host(kernel, value) for name, value in named.items()}
-        if warmup or not torch.ops.simnpu.capturing():
+        if warmup or not (torch.ops.simnpu.capturing() or torch.ops.simnpu.deferring()):
             return launch(kernel, *args, grid=grid, warmup=warmup, **named)
         known = len(kernel._host_launcher.cache) if "_host_launcher" in kernel.__dict__ else 0
         compiled = launch(kernel, *args, grid=grid, warmup=True, **named)
-        if len(kernel._host_launcher.cache) > known:
+        if torch.ops.simnpu.capturing() and len(kernel._host_launcher.cache) > known:
             raise RuntimeError(f"kernel {kernel.__name__} had to be compiled while a graph is captured")
-        npu.NPUGraph.capturing.record_launch(lambda: launch(kernel, *args, grid=grid, **named))
+        npu.submit(lambda: launch(kernel, *args, grid=grid, **named))
         return compiled
 
     JITFunction.run = run

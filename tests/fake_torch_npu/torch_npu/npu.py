@@ -1,7 +1,10 @@
 """`torch.npu` of the simulated device."""
 
 import contextlib
+import ctypes
+import itertools
 import os
+import traceback
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -116,6 +119,35 @@ def synchronize(device: Any = None) -> None:
     torch._C._accelerator_synchronizeDevice(_index(device))
 
 
+_work: dict[int, Callable[[], Any]] = {}
+_numbers = itertools.count()
+
+
+def submit(work: Callable[[], Any]) -> None:
+    """Give work to the current stream: a kernel launch, or whatever else is not an operator of torch."""
+    number = next(_numbers)
+    _work[number] = work
+    if NPUGraph.capturing is not None:
+        NPUGraph.capturing.keep(number)
+    _ops.submit(number)
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)
+def _run(number: int) -> int:
+    """Do what was submitted, for the device, which keeps work of graphs."""
+    try:
+        work = _work[number] if number in _captured else _work.pop(number)
+        work()
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+_captured: set[int] = set()
+_ops.set_python(ctypes.cast(_run, ctypes.c_void_p).value)
+
+
 # Memory
 
 # vllm-ascend points these names of torch to this module.
@@ -188,10 +220,10 @@ class NPUGraph:
 
     def __init__(self) -> None:
         self._graph = _ops.graph_new()
-        self._launches: list[Callable[[], Any]] = []
+        self._work: list[int] = []
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
-        self._launches.clear()
+        self._forget()
         _ops.graph_begin(self._graph)
         NPUGraph.capturing = self
 
@@ -200,22 +232,25 @@ class NPUGraph:
         _ops.graph_end()
         NPUGraph.captures += 1
 
-    def record_launch(self, launch: Callable[[], Any]) -> None:
-        """Run `launch` at this place of every replay."""
-        self._launches.append(launch)
-        _ops.graph_mark()
+    def keep(self, number: int) -> None:
+        """Work that replays do."""
+        self._work.append(number)
+        _captured.add(number)
 
     def replay(self) -> None:
-        place = 0
-        for launch in self._launches:
-            place = _ops.graph_run(self._graph, place)
-            launch()
-        _ops.graph_run(self._graph, place)
+        _ops.graph_replay(self._graph)
         NPUGraph.replays += 1
 
     def reset(self) -> None:
-        self._launches.clear()
+        synchronize()
+        self._forget()
         _ops.graph_free(self._graph)
+
+    def _forget(self) -> None:
+        for number in self._work:
+            del _work[number]
+            _captured.discard(number)
+        self._work.clear()
 
     def pool(self) -> tuple[int, int]:
         return (0, self._graph)
