@@ -147,6 +147,22 @@ def attend(
     )
 
 
+def rehearse(layer: AttentionWeights, hidden: torch.Tensor, wide: torch.Tensor, output: torch.Tensor) -> None:
+    """Write zeros into `output` [T, G R] and hold in between as much memory as `attend` can hold at once, without
+    caches: what vLLM's profiling run takes is what it leaves free beside them."""
+    latent, kv = layer.latents(hidden)
+    rows = layer.compressor_rows(wide) if layer.ratio else ()
+    latent = torch.zeros(latent.shape, dtype=latent.dtype, device=latent.device)
+    q = layer.queries(latent)
+    held = [kv, *rows, torch.empty_like(q)]
+    if layer.ratio == 4 and len(layer.cos_sin) // layer.ratio > layer.index_topk:
+        if layer.indexer is not None:
+            held.append(layer.indexer.queries(latent))
+        if layer.selection is None:
+            held.append(torch.empty(len(hidden), layer.index_topk, dtype=torch.int32, device=hidden.device))
+    output.zero_()
+
+
 def _states(layer: AttentionWeights, rows: tuple[torch.Tensor, ...], metadata: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `latent_norm_insert` for the layer's compressors."""
     caches = layer.caches

@@ -16,16 +16,16 @@ def dsa_forward(hidden: torch.Tensor, wide: torch.Tensor, output: torch.Tensor, 
     """Attention of `hidden` [T, D] into `output` [T, G R], from the first projections to the grouped one of the output.
 
     `wide` is `hidden` in fp32, for the projections that are fp32; the same tensor where the model is.
-    A profiling run has no metadata: the output is zero and no cache is touched.
+    A profiling run has no metadata: the output is zero, no cache is touched, and as much memory is held as in a step.
     """
-    metadata = attention_metadata()
-    if metadata is None:
-        output.zero_()
-        return
     # The forward pass needs vLLM's layers, which a process that only looks the op up does not.
-    from dsv4_triton.backend.attention import attend
+    from dsv4_triton.backend import attention
 
-    attend(layer_of(layer_name), hidden, wide, output, metadata)
+    layer, metadata = layer_of(layer_name), attention_metadata()
+    if metadata is None:
+        attention.rehearse(layer, hidden, wide, output)
+    else:
+        attention.attend(layer, hidden, wide, output, metadata)
 
 
 def dsa_forward_fake(hidden: torch.Tensor, wide: torch.Tensor, output: torch.Tensor, layer_name: str) -> None:

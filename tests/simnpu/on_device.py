@@ -62,6 +62,32 @@ def test_tensors_of_host_and_device_do_not_mix() -> None:
         torch.ones(3, 3, device=NPU) @ torch.ones(3, 3)
 
 
+def test_work_is_on_the_device_of_its_operands() -> None:
+    """Whatever device is the thread's: a new thread begins on the first."""
+    other = torch.device("npu", 1)
+    free = torch.npu.mem_get_info(other)[0]
+    x = torch.ones(1 << 20, device=other)
+    results = [x + 1, x.topk(2).values, torch.cat([x, x]), torch.arange(3, device=other), torch.ones(2).to(other)]
+    assert {found.device for found in results} == {other} and torch.npu.current_device() == 0
+    del results
+    with pytest.raises(RuntimeError, match="npu:1 and of npu:0; all must be on the same device"):
+        x.dot(torch.ones(1 << 20, device=NPU))
+    with pytest.raises(RuntimeError, match="tensor on npu:1 while the device is npu:0"):
+        muls_add(x[None], x[None], 2.0)
+    with torch.npu.device(other):
+        assert torch.empty(1, device="npu").device == other
+        assert muls_add(x[None], x[None], 2.0).unique().tolist() == [3]
+        x.resize_(2 << 20)
+    assert torch.equal(torch.arange(3, device=NPU).to(other).cpu(), torch.arange(3))
+    assert free - torch.npu.mem_get_info(other)[0] == 8 << 20
+    devices: list[int] = []
+    with torch.npu.device(other):
+        thread = threading.Thread(target=lambda: devices.append(torch.npu.current_device()))
+        thread.start()
+        thread.join()
+    assert devices == [0]
+
+
 def test_unknown_operators_have_no_kernel() -> None:
     library = torch.library.Library("simnpu_test", "DEF")
     library.define("only_cpu(Tensor x) -> Tensor")
