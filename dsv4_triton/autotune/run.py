@@ -9,7 +9,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from functools import cache
 from importlib import metadata
@@ -19,7 +19,7 @@ from typing import Any
 import dsv4_triton
 from dsv4_triton.autotune import store
 from dsv4_triton.autotune.search import Found, OutOfTimeError, check_cases, search
-from dsv4_triton.autotune.trials import Mode, Target, Verdict, check_on_host, try_all
+from dsv4_triton.autotune.trials import Mode, Target, Verdict, check_on_host, time_in_turn, try_all
 from dsv4_triton.compiler.ascend.jobs import Outcome, run_all
 from dsv4_triton.compiler.cache import directory
 from dsv4_triton.device import FAMILIES, HOST, Family
@@ -252,14 +252,21 @@ def _seeds(target: Target) -> list[dict[str, Any]]:
 
 
 def _choose(found: Found, settings: Settings, journal: Journal) -> None:
-    """The best that passes the last gate; offline that is the reference, which timed tries have passed already."""
+    """The best that passes the last gate. Offline that is the reference, which timed tries have passed already; where
+    tries are timed it is the clock once more, in turn with the default."""
     for verdict in found.ranked()[:_FAILURES]:
         if settings.timed == "offline":
-            checked = check_on_host(found.target, verdict.config, list(check_cases(found.target)), settings.seconds)
-            if not checked.ok:
-                found.reject(checked)
-                journal.add(found.target, checked)
-                continue
+            last = check_on_host(found.target, verdict.config, list(check_cases(found.target)), settings.seconds)
+        else:
+            last = time_in_turn(found.target, verdict.config, settings.seconds)
+        if not last.ok:
+            found.reject(last)
+            journal.add(found.target, last)
+            continue
+        if settings.timed == "device":
+            found.reject(replace(found.default, microseconds=last.against))
+            found.reject(last)
+            verdict = last
         found.winner = verdict
         return
     found.winner = found.default if found.default.ok else None

@@ -13,13 +13,11 @@ import torch
 
 from dsv4_triton import kernels, offline
 from dsv4_triton.autotune.space import DECLARED, Space, trial
-from dsv4_triton.autotune.trials import Target, Verdict
+from dsv4_triton.autotune.trials import GAIN, Target, Verdict
 from dsv4_triton.bench.registry import Case, select
 from dsv4_triton.compiler.launches import recording
 from dsv4_triton.device import HOST, Family
 
-GAIN = 1.01
-"""A configuration wins that is faster than the default by more than this factor."""
 FULL = 24
 """Up to so many configurations are all tried; of more, one parameter is varied at a time."""
 ROUNDS = 2

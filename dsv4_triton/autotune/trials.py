@@ -12,11 +12,11 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from math import inf, nan
+from math import inf, nan, sqrt
 from typing import Any, Literal
 
 import torch
@@ -36,6 +36,13 @@ SAMPLES = 25
 """Timed runs of a try where it is run; the median counts."""
 TIMED_SECONDS = 1.5
 """No further run starts after so long."""
+TURNS = 200
+"""The same where a configuration and the default take turns."""
+DEVICE_SAMPLES = 4
+"""Both on a device, where each time is a mean of many runs already."""
+MIN_SAMPLES = 4
+GAIN = 1.01
+"""A configuration wins that is faster than the default by more than this factor."""
 
 
 @dataclass(frozen=True)
@@ -69,16 +76,18 @@ class Verdict:
     """What became of a try.
 
     fate: ok, or the gate that it did not pass: compile, memory, fallback, faults, unknown (the cost model cannot count
-        it), wrong (it differs from the reference), crash, time, unused (the op never asked for these parameters).
-    microseconds: the whole op, nan unless ok. effort: breaks ties, microseconds of all resources together.
-    limit: what the longest launch waits for. launches: how many there are, where they are estimated. parts: seconds of
-        each launch by its fingerprint.
+        it), wrong (it differs from the reference), crash, time, unused (the op never asked for these parameters),
+        no gain (timed in turn with the default it was not faster).
+    microseconds: the whole op, nan unless ok. against: the default's, where both were timed in turn.
+    effort: breaks ties, microseconds of all resources together. limit: what the longest launch waits for.
+    launches: how many there are, where they are estimated. parts: seconds of each launch by its fingerprint.
     """
 
     config: dict[str, Any]
     fate: str
     message: str = ""
     microseconds: float = nan
+    against: float = nan
     effort: float = inf
     limit: str = ""
     launches: int = 0
@@ -153,7 +162,7 @@ def _estimated(target: Target, config: dict[str, Any], known: Mapping[str, tuple
         total, effort = total + part[0], effort + part[1]
         if part[0] > slowest:
             slowest, limit = part[0], part[2]
-    return Verdict(config, "ok", "", total * 1e6, effort * 1e6, limit, len(results), parts)
+    return Verdict(config, "ok", "", total * 1e6, nan, effort * 1e6, limit, len(results), parts)
 
 
 def _gate(result: CompileResult, family: Family) -> tuple[str, str] | None:
@@ -188,33 +197,85 @@ def _fingerprint(case: Case, number: int, one: Compiled) -> str:
 
 def _timed(target: Target, config: dict[str, Any], known: Mapping[str, Any]) -> Verdict:
     """Run on the family's device, or on this machine for `host`: first against the reference, then on the clock."""
-    on_host = target.family is HOST
-    inputs = target.case.build(target.family, device="cpu" if on_host else "npu")
-    with host.installed() if on_host else nullcontext(), trial({target.space.name: config}, target.bucketed) as tried:
+    inputs = target.case.build(target.family, device=_device(target))
+    with _kernels(target), trial({target.space.name: config}, target.bucketed) as tried:
         target.case.check(inputs, target.family)
-        if target.space.name not in tried.used:
-            return Verdict(config, "unused", f"{target.case} does not ask for these parameters")
-        call = partial(target.case.launcher, **inputs.copy().arguments)
-        microseconds = _host_median(call) if on_host else _npu_median(call)
-    return Verdict(config, "ok", "", microseconds, microseconds)
+    if target.space.name not in tried.used:
+        return Verdict(config, "unused", f"{target.case} does not ask for these parameters")
+    with _kernels(target):
+        [times] = _times(target, [config], inputs.copy().arguments, SAMPLES)
+    return Verdict(config, "ok", "", statistics.median(times))
 
 
-def _host_median(call: Callable[[], Any]) -> float:
+def _device(target: Target) -> str:
+    return "cpu" if target.family is HOST else "npu"
+
+
+def _kernels(target: Target) -> AbstractContextManager[Any]:
+    return host.installed() if target.family is HOST else nullcontext()
+
+
+def _times(
+    target: Target, configs: Sequence[dict[str, Any]], arguments: dict[str, Any], samples: int
+) -> list[list[float]]:
+    """Microseconds of runs of the op with each of `configs`, which take turns: all see the same disturbances."""
+    call = partial(target.case.launcher, **arguments)
+    measure, samples = (_host_time, samples) if target.family is HOST else (_npu_time, DEVICE_SAMPLES)
+    times: list[list[float]] = [[] for _ in configs]
+
+    def turn() -> Iterator[float]:
+        for config in configs:
+            with trial({target.space.name: config}, target.bucketed):
+                yield measure(call)
+
+    list(turn())  # compiles
+    end = time.perf_counter() + TIMED_SECONDS * len(configs)
+    while len(times[0]) < samples and (len(times[0]) < MIN_SAMPLES or time.perf_counter() < end):
+        for mine, microseconds in zip(times, turn(), strict=True):
+            mine.append(microseconds)
+    return times
+
+
+def _host_time(call: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
     call()
-    times: list[float] = []
-    end = time.perf_counter() + TIMED_SECONDS
-    while len(times) < SAMPLES and (len(times) < 3 or time.perf_counter() < end):
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times) * 1e6
+    return (time.perf_counter() - begin) * 1e6
 
 
-def _npu_median(call: Callable[[], Any]) -> float:
+def _npu_time(call: Callable[[], Any]) -> float:
     """Device time by torch_npu's profiler, with L2 cleared before each run (triton-ascend's own benchmark)."""
     from triton.backends.ascend.testing import do_bench_npu
 
-    return statistics.median(float(do_bench_npu(call, clear_l2_cache=True)) for _ in range(3))
+    return float(do_bench_npu(call, clear_l2_cache=True))
+
+
+def time_in_turn(target: Target, config: Mapping[str, Any], seconds: float) -> Verdict:
+    """Time `config` and the default in turn, in one process: tries that ran one after the other may have met another
+    load of the machine. It is ok where it is faster by `GAIN` in the median and in so many turns that chance, which is
+    faster in half of them, lies two standard deviations below."""
+    return _alone(_in_turn, target, config, seconds)
+
+
+def _in_turn(target: Target, config: dict[str, Any], known: Mapping[str, Any]) -> Verdict:
+    inputs = target.case.build(target.family, device=_device(target))
+    with _kernels(target):
+        mine, others = _times(target, [config, target.default], inputs.arguments, TURNS)
+    ratios = [other / one for one, other in zip(mine, others, strict=True)]
+    faster, turns = sum(ratio > 1 for ratio in ratios), len(ratios)
+    if statistics.median(ratios) > GAIN and faster >= turns / 2 + sqrt(turns):
+        return Verdict(config, "ok", "", statistics.median(mine), statistics.median(others))
+    return Verdict(config, "no gain", f"faster than the default in {faster} of {turns} turns, "
+                   f"{statistics.median(ratios):.3f} times as fast in the median")  # fmt: skip
+
+
+def _alone(run: Callable[..., Verdict], target: Target, config: Mapping[str, Any], seconds: float) -> Verdict:
+    """What `run` says of a configuration, in a process of its own."""
+    found: list[Outcome] = []
+    run_all([partial(_encoded, run, target, dict(config), {})], 1, seconds,
+            lambda _, outcome: found.append(outcome), nullcontext())  # fmt: skip
+    if found[0].fate != "done":
+        return Verdict(dict(config), found[0].fate, found[0].message)
+    return Verdict(**json.loads(found[0].body))
 
 
 def check_on_host(target: Target, config: Mapping[str, Any], cases: Sequence[Case], seconds: float) -> Verdict:
@@ -224,15 +285,8 @@ def check_on_host(target: Target, config: Mapping[str, Any], cases: Sequence[Cas
     is, and what depends on widths and heads is the same in all cases of a model.
     """
     verdict = Verdict(dict(config), "unused", "no case small enough for the host uses it")
-
-    def finish(_: int, outcome: Outcome) -> None:
-        nonlocal verdict
-        verdict = Verdict(**json.loads(outcome.body)) if outcome.fate == "done" else Verdict(
-            dict(config), outcome.fate, f"on the host: {outcome.message}")  # fmt: skip
-
     for case in cases:
-        run_all([partial(_encoded, _checked, Target(target.space, target.family, target.key, case), dict(config), {})],
-                1, seconds, finish, nullcontext())  # fmt: skip
+        verdict = _alone(_checked, replace(target, case=case), config, seconds)
         if verdict.fate != "unused":
             break
     return verdict

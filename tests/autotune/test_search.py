@@ -126,6 +126,10 @@ def fake(monkeypatch: pytest.MonkeyPatch, verdict: Callable[[dict[str, Any]], Ve
             done(index, verdict(dict(config)))
 
     monkeypatch.setattr(runs, "try_all", try_all)
+    monkeypatch.setattr(
+        runs, "time_in_turn",
+        lambda target, config, _: replace(verdict(dict(config)), against=verdict(target.default).microseconds),
+    )  # fmt: skip
     return log
 
 
@@ -198,6 +202,23 @@ def test_a_winner_that_differs_from_the_reference_does_not_win(
     found = runs.run([target(made)], Settings(A2, "offline", folder, jobs=1), lambda *_: None)[0]
     assert found.winner is not None and found.winner.config["BLOCK"] == 24
     assert sum(one.fate == "wrong" for one in found.verdicts) == 2
+
+
+def test_what_is_no_faster_in_turn_with_the_default_does_not_win(
+    settings: Settings, made: Space, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tries run one after the other, so a change of the machine's load can make one of them look fast."""
+    fake(monkeypatch, good)
+    monkeypatch.setattr(
+        runs, "time_in_turn",
+        lambda target, config, _: Verdict(dict(config), "ok", "", 7.0, 9.0)
+        if config["BLOCK"] < 32 else Verdict(dict(config), "no gain", "0.9 times as fast"),
+    )  # fmt: skip
+    found = runs.run([Target(made, HOST, {"tokens": 1, "width": 96}, CASE)], settings, lambda *_: None)[0]
+    assert found.winner is not None and found.winner.config["BLOCK"] == 24 and found.gain == 9 / 7
+    assert sum(one.fate == "no gain" for one in found.verdicts) == 2
+    entry = store.read(store.path(folder, "host", "made"), "host", "made")[0]
+    assert (entry.found.microseconds, entry.found.default_microseconds) == (7.0, 9.0)
 
 
 def test_a_default_that_fails_leaves_no_entry(

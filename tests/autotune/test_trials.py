@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from dsv4_triton.autotune import trials
 from dsv4_triton.autotune.search import asked, check_cases
-from dsv4_triton.autotune.trials import Mode, Target, Verdict, check_on_host, try_all
+from dsv4_triton.autotune.trials import Mode, Target, Verdict, check_on_host, time_in_turn, try_all
 from dsv4_triton.bench.registry import select
 from dsv4_triton.device import A2, HOST, Family
 from dsv4_triton.kernels import muls_add
@@ -53,6 +54,15 @@ def test_what_is_known_is_not_counted_again() -> None:
 def test_on_the_host_tries_are_held_to_the_reference_and_timed() -> None:
     small, large = verdicts(target(HOST, "demo/decode/b5"), [BLOCK, BLOCK | {"BLOCK": 64}], "device")
     assert small.ok and large.ok and small.microseconds > 0
+
+
+def test_in_turn_with_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "TIMED_SECONDS", 0.5)
+    one, slow = target(HOST), BLOCK | {"BLOCK": 2}
+    assert time_in_turn(one, slow, 60.0).fate == "no gain"
+    monkeypatch.setattr(Target, "default", slow)
+    verdict = time_in_turn(one, BLOCK, 60.0)
+    assert verdict.ok and verdict.microseconds < verdict.against
 
 
 def _wrong(*args: Any, out: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
