@@ -16,6 +16,13 @@ from tests.model import engine
 os.environ.update(engine.ENVIRONMENT)
 
 
+@pytest.fixture(autouse=True)
+def _no_requests_left() -> None:
+    """A test that failed has left no request in an engine that it shared."""
+    for llm in engine.OPEN:
+        engine.abort_all(llm)
+
+
 class TopK(NamedTuple):
     values: torch.Tensor
     indices: torch.Tensor

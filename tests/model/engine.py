@@ -20,6 +20,8 @@ ENVIRONMENT = {
 }
 """Read by vLLM when it is first used."""
 
+OPEN: list[Any] = []
+"""The engines of this process."""
 VOCAB = 500
 """Token ids of random prompts stay below the demo tokenizer's special tokens."""
 
@@ -50,13 +52,25 @@ def engine(checkpoint: os.PathLike[str], **options: Any) -> Iterator[Any]:
     extra = dict(options.pop("additional_config", None) or {})
     extra["dsv4_triton"] = {"warm_up": "off", **extra.get("dsv4_triton", {})}
     llm = LLM(str(checkpoint), **(settings | options), additional_config=extra)
+    OPEN.append(llm)
     try:
         yield llm
     finally:
+        OPEN.remove(llm)
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
         cleanup_dist_env_and_memory()
+
+
+def abort_all(llm: Any) -> None:
+    """End the requests that a failure has left. After one inside a step, its requests wait for the step's tokens, and
+    the next call of `generate` would wait with them for ever."""
+    inner = llm.llm_engine
+    inner.abort_request(list(inner.output_processor.request_states), internal=True)
+    runner(llm).execute_model_state = None
+    while inner.has_unfinished_requests():
+        inner.step()
 
 
 def scheduler(llm: Any) -> Any:

@@ -239,7 +239,5 @@ class Driver:
     def _clear(self) -> None:
         """Whatever a failure left."""
         self._give_back()
-        self.llm.llm_engine.abort_request(list(self._living))
+        engine.abort_all(self.llm)
         self._living.clear()
-        while self.llm.llm_engine.has_unfinished_requests():
-            self.llm.llm_engine.step()
