@@ -78,7 +78,7 @@ def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:
     return f"COLS {columns} takes {size} bytes, UB has {family.ub_bytes}" if size > family.ub_bytes else ""
 
 
-SPACE = Space("dense_rows", default=_default, candidates=_candidates, fits=_fits, buckets=("tokens", "requests"))
+SPACE = Space("dense_rows", default=_default, candidates=_candidates, fits=_fits, buckets=("tokens",))
 
 
 def dense_rows(
@@ -97,7 +97,7 @@ def dense_rows(
     requests, columns, _ = rows.shape
     record = is_record(cmp_cache)
     config = SPACE(
-        family, tokens=len(token_req), requests=requests, columns=columns, page=cmp_cache.shape[1], record=record,
+        family, tokens=len(token_req), columns=columns, page=cmp_cache.shape[1], record=record,
         bytes=rows.element_size(),
     )  # fmt: skip
     _dense_rows_kernel[(min(requests * columns // config["COLS"], family.vector_cores),)](
