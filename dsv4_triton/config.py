@@ -288,6 +288,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "geometry": ("auto", *BLOCK_SIZES),
     "index_format": ("auto", "plain", "int8", "e4m3"),
     "o_proj_format": ("plain", "mxfp8"),
+    "prologue_overlap": ("off", "on"),
     "warm_up": ("on", "off"),
 }
 
@@ -348,6 +349,8 @@ class Options:
     o_proj_format: OutputFormat = "plain"
     """Operands of the grouped output projection; `mxfp8` quantises its weights once at loading and its inputs at every
     step, where the family has fp8 (A5, host)."""
+    prologue_overlap: Literal["off", "on"] = "off"
+    """Whether a layer's attention fills its caches on a second stream of an NPU, beside the products of its queries."""
     warm_up: Literal["on", "off"] = "on"
     """Compile at start-up every kernel that the server's limits can ask for; `off` compiles when first used."""
     index_cache: IndexCache = IndexCache()
@@ -411,6 +414,7 @@ class Choices:
     o_proj_format: OutputFormat = "plain"
     shared_indices: frozenset[int] = frozenset()
     """The c4 layers that take over the selection of the nearest c4 layer before them which is not among these."""
+    prologue_overlap: bool = False
 
 
 def resolve(
@@ -460,6 +464,11 @@ def resolve(
                 f"{_OPTIONS_KEY}.o_proj_format is 'mxfp8', which takes an o_lora_rank that is a multiple of "
                 f"{WIDTH_STEP}; config.json has {model.o_lora}"
             )
+    if options.prologue_overlap == "on" and device is HOST:
+        raise ConfigError(
+            f"{_OPTIONS_KEY}.prologue_overlap is 'on', but the host has no streams for kernels to overlap on; it takes "
+            f'"off"'
+        )
     fake_quant = {"on": True, "off": False, "auto": model.trained_in_fp8}[options.kv_fake_quant]
     return Choices(
         family=family,
@@ -469,6 +478,7 @@ def resolve(
         block_size=check_block_size(geometry, block_size),
         o_proj_format=options.o_proj_format,
         shared_indices=options.index_cache.shared(model.ratios),
+        prologue_overlap=options.prologue_overlap == "on",
     )
 
 

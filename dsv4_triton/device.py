@@ -8,7 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
 
 KiB = 1024
 
@@ -244,3 +247,22 @@ def family_of(device_type: str) -> Family:
     raise UnsupportedDeviceError(
         f"tensors on device type {device_type!r} are not supported; use {' or '.join(map(repr, DEVICE_TYPES))}"
     )
+
+
+class CaptureError(RuntimeError):
+    """A graph is captured, and what was asked for cannot be part of it."""
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether what is given to the device's current stream is captured into a graph."""
+    if device.type != "npu":
+        return False
+    import torch
+
+    return bool(torch.get_device_module(device).is_current_stream_capturing())
+
+
+def refuse_in_capture(device: torch.device, what: str) -> None:
+    """CaptureError where a graph is captured; `what` says what cannot be done then."""
+    if capturing(device):
+        raise CaptureError(f"{what} while a graph is captured, which cannot hold that")

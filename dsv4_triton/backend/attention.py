@@ -1,4 +1,4 @@
-"""The attention of one layer: prologue, compressor, indexer, sparse attention, grouped output projection.
+"""The attention of one layer: prologue (`prologue.py`), indexer, sparse attention, grouped output projection.
 
 Prefill and decode, alone or mixed, take the same path: every stage works on the step's tokens in one ragged pass, and
 what a token sees depends on its position alone.
@@ -12,17 +12,15 @@ import torch
 
 from dsv4_triton.backend.caches import LayerCaches
 from dsv4_triton.backend.metadata import CacheMetadata, StepLayout
+from dsv4_triton.backend.prologue import on_one_stream, on_two_streams
+from dsv4_triton.backend.streams import SideStream
 from dsv4_triton.backend.workspace import Workspace, score_run, scores
-from dsv4_triton.config import INDEX_DIM, WINDOW
+from dsv4_triton.config import WINDOW
 from dsv4_triton.kernels._workspace import carve, workspace_bytes
-from dsv4_triton.kernels.compressor_fold import compressor_fold
-from dsv4_triton.kernels.compressor_fold_keys import compressor_fold_keys
 from dsv4_triton.kernels.indexer_quant_q import indexer_quant_q
 from dsv4_triton.kernels.indexer_score import indexer_score
 from dsv4_triton.kernels.indexer_topk import indexer_topk
-from dsv4_triton.kernels.latent_norm_insert import latent_norm_insert
 from dsv4_triton.kernels.o_proj import o_proj
-from dsv4_triton.kernels.q_norm_rope import q_norm_rope
 from dsv4_triton.kernels.sparse_attention import sparse_attention
 
 OP = "dsa_forward"
@@ -52,6 +50,8 @@ class AttentionWeights(Protocol):
 
     `selection` [max tokens, index_topk] int32 is one for all layers of a model in which c4 layers share selections:
     those with an indexer write the step's rows of it, those without read them.
+
+    `side`, where the prologue of compressed layers runs on two streams, is the second one.
     """
 
     ratio: int
@@ -71,6 +71,7 @@ class AttentionWeights(Protocol):
     indexer: IndexerWeights | None
     index_topk: int
     selection: torch.Tensor | None
+    side: SideStream | None
 
     def latents(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Raw query latent [T, q_lora] and raw kv [T, 512]."""
@@ -98,31 +99,13 @@ def attend(
     if hidden.shape[0] != tokens:
         raise ValueError(f"{OP}: hidden has {hidden.shape[0]} tokens, the step's metadata {tokens}")
 
-    latent, kv = layer.latents(hidden)
-    rows = layer.compressor_rows(wide) if layer.ratio else ()
-    latent = latent_norm_insert(
-        latent,
-        layer.q_norm,
-        kv,
-        layer.kv_norm,
-        step.positions,
-        layer.cos_sin,
-        caches.window.rows,
-        window.slots,
-        eps=layer.eps,
-        fake_quant=layer.fake_quant,
-        **_states(layer, rows, metadata),
-    )
-    q = layer.queries(latent).view(tokens, layer.heads, -1)
     selects = layer.ratio == 4 and step.max_seq_len // layer.ratio > layer.index_topk
-    index_q = None
-    if selects and layer.indexer is not None:
-        index_q = layer.indexer.queries(latent).view(tokens, layer.indexer.heads, INDEX_DIM)
-    q_norm_rope(q, step.positions, layer.cos_sin, eps=layer.eps, index_q=index_q, out=q)
+    two_streams = layer.side is not None and layer.ratio > 0
+    prologue = on_two_streams if two_streams else on_one_stream
+    q, index_q, head_weights = prologue(layer, hidden, wide, metadata, selects=selects)
     compressed: dict[str, Any] = {}
     if layer.ratio:
-        _store_entries(layer, metadata)
-        indices = _indices(layer, rows, index_q, metadata) if selects else None
+        indices = _indices(layer, head_weights, index_q, metadata) if selects else None
         compressed = _visible(layer, indices, metadata)
     attended = sparse_attention(
         q,
@@ -163,70 +146,6 @@ def rehearse(layer: AttentionWeights, hidden: torch.Tensor, wide: torch.Tensor, 
     output.zero_()
 
 
-def _states(layer: AttentionWeights, rows: tuple[torch.Tensor, ...], metadata: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `latent_norm_insert` for the layer's compressors."""
-    caches = layer.caches
-    arguments: dict[str, Any] = {}
-    if layer.compressor is not None and caches.state is not None:
-        slots = metadata[caches.state.prefix].slots
-        arguments |= {"proj": rows[0], "ape": layer.compressor.ape, "state": caches.state.rows, "state_slots": slots}
-    if layer.indexer is not None and caches.index_state is not None:
-        arguments |= {
-            "index_proj": rows[1],
-            "index_ape": layer.indexer.compressor.ape,
-            "index_state": caches.index_state.rows,
-            "index_slots": metadata[caches.index_state.prefix].slots,
-        }
-    return arguments
-
-
-def _store_entries(layer: AttentionWeights, metadata: dict[str, Any]) -> None:
-    """Fold and store the entries, and the index keys, that close in this step; keys also in steps that need no scores,
-    since later steps read them."""
-    caches, compressor, indexer = layer.caches, layer.compressor, layer.indexer
-    assert caches.compressed is not None and caches.state is not None and compressor is not None
-    entries: CacheMetadata = metadata[caches.compressed.prefix]
-    state: CacheMetadata = metadata[caches.state.prefix]
-    step = entries.step
-    if indexer is None:
-        compressor_fold(
-            caches.state.rows,
-            state.block_table,
-            step.token_req,
-            step.positions,
-            entries.slots,
-            compressor.norm,
-            layer.cos_sin,
-            ratio=layer.ratio,
-            eps=layer.eps,
-            cache=caches.compressed.rows,
-            fake_quant=layer.fake_quant,
-        )
-        return
-    assert caches.index_keys is not None and caches.index_state is not None
-    keys: CacheMetadata = metadata[caches.index_keys.prefix]
-    key_state: CacheMetadata = metadata[caches.index_state.prefix]
-    compressor_fold_keys(
-        caches.state.rows,
-        state.block_table,
-        entries.slots,
-        compressor.norm,
-        caches.compressed.rows,
-        caches.index_state.rows,
-        key_state.block_table,
-        keys.slots,
-        indexer.compressor.norm,
-        indexer.hadamard,
-        caches.index_keys.keys,
-        caches.index_keys.scales,
-        step.token_req,
-        step.positions,
-        layer.cos_sin,
-        eps=layer.eps,
-        fake_quant=layer.fake_quant,
-    )
-
-
 def _visible(layer: AttentionWeights, indices: torch.Tensor | None, metadata: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `sparse_attention` that say what tokens see of the compressed entries: those at `indices`
     [T, topk], or all of them."""
@@ -241,13 +160,16 @@ def _visible(layer: AttentionWeights, indices: torch.Tensor | None, metadata: di
 
 
 def _indices(
-    layer: AttentionWeights, rows: tuple[torch.Tensor, ...], index_q: torch.Tensor | None, metadata: dict[str, Any]
+    layer: AttentionWeights,
+    head_weights: torch.Tensor | None,
+    index_q: torch.Tensor | None,
+    metadata: dict[str, Any],
 ) -> torch.Tensor:
     """The entries of each token, [T, topk] int32 with -1 after the last: those that the rotated queries `index_q`
     select, or without an indexer those that the last layer with one has selected in this step."""
     if layer.indexer is not None:
-        assert index_q is not None
-        return _select(layer, layer.indexer, rows[2], index_q, metadata)
+        assert index_q is not None and head_weights is not None
+        return _select(layer, layer.indexer, head_weights, index_q, metadata)
     assert layer.selection is not None
     step: StepLayout = metadata[layer.caches.window.prefix].step
     return layer.selection[: step.num_tokens]

@@ -19,6 +19,7 @@ import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 
 from dsv4_triton.backend import ascend
+from dsv4_triton.device import refuse_in_capture
 from dsv4_triton.kernels.step_layout import step_layout
 from dsv4_triton.kernels.token_slots import token_slots
 
@@ -90,6 +91,7 @@ class StepPlanner:
 
     def _slots_of(self, key: tuple[int, int, int]) -> torch.Tensor:
         if key not in self._slots:
+            refuse_in_capture(self._device, "slots that later steps write were to be allocated")
             self._slots[key] = torch.empty(self._max_tokens, dtype=torch.int32, device=self._device)
         return self._slots[key]
 

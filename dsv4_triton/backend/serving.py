@@ -53,13 +53,14 @@ class Serving:
         rounding = "on" if self.choices.kv_fake_quant or records else "off"
         shared = sorted(self.choices.shared_indices)
         sharing = f"; layers {', '.join(map(str, shared))} share selections and load no indexer" if shared else ""
+        streams = "; prologues on two streams" if self.choices.prologue_overlap else ""
         return (
             f"{kinds[0]} window-only, {kinds[1]} c4 and {kinds[2]} c128 layers{sharing}; "
             f"family {self.choices.family.name}; cache geometry {self.layout.geometry} with blocks of "
             f"{self.layout.block_size}: hits every {self.layout.hit_tokens} tokens, "
             f"{self.layout.token_bytes:.0f} bytes a token of context; {'record' if records else 'plain'} rows, "
             f"{self.choices.index_format} index keys, fp8 rounding of rows {rounding}; "
-            f"{self.choices.o_proj_format} operands of the output projection"
+            f"{self.choices.o_proj_format} operands of the output projection{streams}"
         )
 
 

@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environmen
 from vllm.v1.worker.utils import request_memory
 from vllm.v1.worker.workspace import init_workspace_manager
 
+from dsv4_triton.backend import capture_rules
 from dsv4_triton.backend.compat import mend_rejection_sampler
 from dsv4_triton.backend.serving import Serving
 from dsv4_triton.backend.upstream_npu import use_npu
@@ -82,4 +83,5 @@ class NpuWorker(Worker):
         """Compile what requests can ask for, before graphs are captured."""
         if self.warm_up:
             self.model_runner.model.warm_up(self.model_runner)
-        return super().compile_or_warm_up_model()
+        with capture_rules.enforced(self.device):
+            return super().compile_or_warm_up_model()

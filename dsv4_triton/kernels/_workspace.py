@@ -17,6 +17,7 @@ from collections.abc import Iterable
 
 import torch
 
+from dsv4_triton.device import refuse_in_capture
 from dsv4_triton.kernels._checks import check_tensor
 
 Part = tuple[tuple[int, ...], torch.dtype]
@@ -52,9 +53,10 @@ def carve(op: str, workspace: torch.Tensor | None, device: torch.device, parts: 
     """One contiguous, uninitialised tensor for each part, cut out of `workspace`, or new ones where it is None.
 
     TypeError or ValueError for what is no workspace (`check_workspace`) or too small a one; the message says how many
-    bytes are needed.
+    bytes are needed. CaptureError for a capture without one.
     """
     if workspace is None:
+        refuse_in_capture(device, f"{op}: scratch was to be allocated, for want of a workspace,")
         return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in parts]
     check_workspace(op, workspace, device)
     pieces: list[torch.Tensor] = []

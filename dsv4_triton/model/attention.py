@@ -24,6 +24,7 @@ from dsv4_triton.backend.geometry import overlap
 from dsv4_triton.backend.metadata import StepPlanner
 from dsv4_triton.backend.op import register_ops
 from dsv4_triton.backend.serving import Serving
+from dsv4_triton.backend.streams import SideStream
 from dsv4_triton.backend.workspace import Workspace
 from dsv4_triton.config import HEAD_DIM, INDEX_DIM, ModelSettings
 from dsv4_triton.hadamard import sylvester
@@ -54,6 +55,7 @@ class Shared(NamedTuple):
     """What all layers of a model use together, those of the MTP block included.
 
     `selection` [max tokens, index_topk] int32, where c4 layers share selections, holds that of the running step.
+    `side`, where prologues run on two streams, is the second one.
     """
 
     planner: StepPlanner
@@ -61,6 +63,7 @@ class Shared(NamedTuple):
     tables: RopeTables
     ends: Ends
     selection: torch.Tensor | None = None
+    side: SideStream | None = None
 
 
 class Compressor(nn.Module):
@@ -151,6 +154,7 @@ class Attention(nn.Module):
         self.workspace = shared.workspace
         self.index_topk = settings.index_topk
         self.selection = shared.selection
+        self.side = shared.side
         selects = index not in choices.shared_indices
         assert selects or shared.selection is not None
         self.caches = LayerCaches(vllm_config, prefix, ratio, serving.layout, shared.planner, selects=selects)

@@ -17,6 +17,7 @@ from vllm.sequence import IntermediateTensors
 from dsv4_triton.backend import ascend
 from dsv4_triton.backend.metadata import StepPlanner
 from dsv4_triton.backend.serving import Serving
+from dsv4_triton.backend.streams import SideStream
 from dsv4_triton.backend.workspace import Workspace, step_workspace
 from dsv4_triton.config import HC_MULT
 from dsv4_triton.model.attention import Ends, Shared
@@ -59,7 +60,8 @@ class DeepseekV4Model(nn.Module):
         if serving.choices.shared_indices:
             selection = torch.full((tokens, settings.index_topk), -1, dtype=torch.int32, device=device)
         self.ends = Ends()
-        shared = Shared(planner, workspace, RopeTables(model_config.max_model_len), self.ends, selection)
+        side = SideStream(device) if serving.choices.prologue_overlap else None
+        shared = Shared(planner, workspace, RopeTables(model_config.max_model_len), self.ends, selection, side)
         self.embed_tokens: nn.Module = VocabParallelEmbedding(
             settings.vocab, settings.hidden, prefix=f"{prefix}.embed_tokens"
         )

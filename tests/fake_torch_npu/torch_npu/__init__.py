@@ -6,7 +6,6 @@ an operator that is missing here raises with its name when it is called, anythin
 
 import os
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import NoReturn
 
 import torch
@@ -19,14 +18,11 @@ torch.ops.load_library(os.environ["SIMNPU_LIBRARY"])
 _triton.install()  # before the device can be seen: the host's Triton driver makes way for a real one
 torch.utils.rename_privateuse1_backend("npu")
 
-from torch_npu import npu  # noqa: E402  (names the device)
+from torch_npu import _C, npu  # noqa: E402, F401  (name the device)
 
 torch._register_device_module("npu", npu)
 torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 _hccl.register()
-
-_C = SimpleNamespace(_weak_ref_tensor=lambda tensor: tensor)
-"""What torch_npu keeps in its extension module. A weak reference keeps its tensor here, since graphs have no pool."""
 
 
 def _autoload() -> None:

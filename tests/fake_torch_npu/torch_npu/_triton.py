@@ -1,5 +1,6 @@
 """Triton kernels on the simulated NPU: the host driver of this project runs them on the device's memory."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +18,11 @@ def _on_host(kernel: Any, value: Any) -> Any:
     return torch.ops.simnpu.host(value)
 
 
+def _is_new(kernel: Any, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    launcher = kernel.__dict__.get("_host_launcher")
+    return launcher is None or launcher.bind(*args, **named)[0] not in launcher.cache
+
+
 def install() -> None:
     """Launch kernels on tensors of "npu" on the current stream; while a graph is captured they wait for its replays."""
     from triton.runtime.jit import JITFunction
@@ -31,12 +37,13 @@ def install() -> None:
 
         args = tuple(_on_host(kernel, value) for value in args)
         named = {name: _on_host(kernel, value) for name, value in named.items()}
+        if torch.ops.simnpu.capturing() and _is_new(kernel, args, named):
+            if JITFunction.cache_hook is not None:  # as Triton before it compiles
+                JITFunction.cache_hook(fn=SimpleNamespace(name=kernel.__name__))
+            raise RuntimeError(f"kernel {kernel.__name__} had to be compiled while a graph is captured")
         if warmup or not (torch.ops.simnpu.capturing() or torch.ops.simnpu.deferring()):
             return launch(kernel, *args, grid=grid, warmup=warmup, **named)
-        known = len(kernel._host_launcher.cache) if "_host_launcher" in kernel.__dict__ else 0
         compiled = launch(kernel, *args, grid=grid, warmup=True, **named)
-        if torch.ops.simnpu.capturing() and len(kernel._host_launcher.cache) > known:
-            raise RuntimeError(f"kernel {kernel.__name__} had to be compiled while a graph is captured")
         npu.submit(lambda: launch(kernel, *args, grid=grid, **named))
         return compiled
 

@@ -1,0 +1,103 @@
+"""Launches and what they keep to while a graph is captured, for a process that has the simulated device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.runtime.jit import JITFunction
+
+from dsv4_triton.backend import capture_rules
+from dsv4_triton.backend.metadata import StepPlanner
+from dsv4_triton.device import CaptureError
+from dsv4_triton.kernels._workspace import carve
+from dsv4_triton.kernels.muls_add import _muls_add_kernel, muls_add
+
+NPU = torch.device("npu", 0)
+
+
+@pytest.fixture
+def graph() -> torch.npu.NPUGraph:
+    return torch.npu.NPUGraph()
+
+
+@pytest.fixture
+def _enforced() -> Iterator[None]:
+    before = JITFunction.run, JITFunction.cache_hook
+    with capture_rules.enforced(NPU):
+        yield
+    assert (JITFunction.run, JITFunction.cache_hook) == before
+
+
+def test_triton_ascend_launches_on_the_current_stream() -> None:
+    from triton.backends.ascend.driver import NPUDriver
+
+    side = torch.npu.Stream()
+    usual = NPUDriver.get_current_stream(None, 0)
+    assert usual == torch.npu.default_stream().native_handle
+    with torch.npu.stream(side):
+        assert NPUDriver.get_current_stream(None, 0) == side.native_handle != usual
+
+
+@pytest.mark.usefixtures("_enforced")
+def test_nothing_is_compiled(graph: torch.npu.NPUGraph) -> None:
+    x = torch.ones(7, dtype=torch.bfloat16, device=NPU)
+    out = torch.empty_like(x)
+    message = "kernel _muls_add_kernel had to be compiled while a graph is captured"
+    with torch.npu.graph(graph), pytest.raises(CaptureError, match=message):
+        muls_add(x, x, 2.0, out=out)
+    muls_add(x, x, 2.0, out=out)
+    with torch.npu.graph(graph):
+        muls_add(x, out, 2.0, out=out)
+    graph.replay()
+    assert out.tolist() == [5] * 7
+
+
+@pytest.mark.usefixtures("_enforced")
+def test_nothing_is_tuned(graph: torch.npu.NPUGraph) -> None:
+    tuned = triton.autotune(configs=[triton.Config({"BLOCK": 8}), triton.Config({"BLOCK": 16})], key=[])(
+        _muls_add_kernel
+    )
+    with (
+        torch.npu.graph(graph),
+        pytest.raises(CaptureError, match="kernel _muls_add_kernel was to be tuned while a graph is captured"),
+    ):
+        tuned[(1,)](torch.ones(8, device=NPU))
+
+
+def test_no_kernel_has_a_lock(graph: torch.npu.NPUGraph, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = []
+
+    def launch(kernel: Any, *args: Any, warmup: bool, **named: Any) -> Any:
+        launches.append(warmup)
+        return SimpleNamespace(metadata=SimpleNamespace(lock_num=2))
+
+    monkeypatch.setattr(JITFunction, "run", launch)
+    x = torch.ones(8, device=NPU)
+    with capture_rules.enforced(NPU):
+        muls_add(x, x, 2.0)
+        assert launches == [False]
+        with torch.npu.graph(graph), pytest.raises(CaptureError, match="kernel _muls_add_kernel has a lock"):
+            muls_add(x, x, 2.0)
+    assert launches == [False, True]
+
+
+def test_scratch_is_not_allocated(graph: torch.npu.NPUGraph) -> None:
+    parts = [((4,), torch.float32)]
+    carve("op", None, NPU, parts)
+    with torch.npu.graph(graph), pytest.raises(CaptureError, match="op: scratch was to be allocated"):
+        carve("op", None, NPU, parts)
+
+
+def test_what_later_steps_write_is_not_allocated(graph: torch.npu.NPUGraph) -> None:
+    table = torch.zeros(2, 4, dtype=torch.int32, device=NPU)
+    planner, step = StepPlanner(2, NPU), SimpleNamespace(block_table_tensor=table, num_actual_tokens=2)
+    with torch.npu.graph(graph), pytest.raises(CaptureError, match="slots that later steps write"):
+        planner.plan_idle(step, 64, 1, 512)
+    slots = planner.plan_idle(step, 64, 1, 512).slots
+    with torch.npu.graph(graph):
+        assert planner.plan_idle(step, 64, 1, 512).slots.data_ptr() == slots.data_ptr()
