@@ -151,6 +151,7 @@ def test_options_are_read() -> None:
         ({"dsv4_triton": {"device_family": "A2"}}, 'it takes "auto", "a2", "a3", "a5", "host"'),
         ({"dsv4_triton": {"index_format": None}}, "index_format got None"),
         ({"dsv4_triton": {"o_proj_format": "fp8"}}, 'o_proj_format got \'fp8\', it takes "plain", "mxfp8"'),
+        ({"dsv4_triton": {"prologue_overlap": True}}, 'prologue_overlap got True, it takes "off", "on"'),
         ({"dsv4_triton": {"host_threads": 0}}, "host_threads got 0"),
         ({"dsv4_triton": {"host_threads": True}}, "host_threads got True"),
         ({"dsv4_triton": {"host_threads": 1.5}}, "host_threads got 1.5"),
@@ -270,6 +271,13 @@ def test_resolve_format_of_the_output_projection() -> None:
             resolve(settings(), Options(o_proj_format="mxfp8"), family)
     with pytest.raises(ConfigError, match=r"multiple of 16; config\.json has 40"):
         resolve(settings(o_lora_rank=40), Options(o_proj_format="mxfp8"), HOST)
+
+
+def test_resolve_streams_of_the_prologue() -> None:
+    options = Options(prologue_overlap="on")
+    assert resolve(settings(), options, A2).prologue_overlap and not resolve(settings(), Options(), A2).prologue_overlap
+    with pytest.raises(ConfigError, match="prologue_overlap is 'on', but the host has no streams"):
+        resolve(settings(), Options(device_family="a2", prologue_overlap="on"), HOST)
 
 
 def test_resolve_rejects_unrounded_fp8_rows() -> None:
