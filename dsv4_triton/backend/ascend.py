@@ -10,14 +10,20 @@ from typing import Any
 
 import torch
 
-from dsv4_triton.backend import ascend_contract
+from dsv4_triton.backend import ascend_contract, graphs
 from dsv4_triton.backend.geometry import Pages
 from dsv4_triton.config import ConfigError, ModelSettings, Options, check_block_size, resolve_geometry
 
 WORKER_CLASS = "dsv4_triton.backend.worker_ascend.AscendWorker"
 FOREIGN = {
     "enable_dsa_cp": "the attention of this plugin keeps whole sequences in every process",
-    "xlite_graph_config": "xlite has models of its own",
+    "xlite_graph_config.enabled": "xlite has models of its own",
+    "sparse_kv_offload_config.enabled": "the caches of this plugin stay on the device",
+    "eplb_config.dynamic_eplb": "the experts of this plugin stay where they were loaded",
+    **{
+        f"finegrained_tp_config.{part}_tensor_parallel_size": "the layers of this plugin are split over all ranks alike"
+        for part in ("oproj", "lmhead", "embedding", "mlp", "olora")
+    },
 }
 """Options of vllm-ascend in additional_config that this model class cannot honour."""
 
@@ -32,15 +38,17 @@ def active() -> bool:
 def check(vllm_config: Any) -> None:
     """Check and settle the options of a server inside vllm-ascend, before its platform does; elsewhere nothing.
 
-    The block size becomes one that both have page tables for, since vllm-ascend silently takes 32 for any other, and
-    the worker vllm-ascend's with this project's warm-up. ConfigError for what cannot be served there.
+    The block size becomes one that both have page tables for, since vllm-ascend silently takes 32 for any other,
+    graphs those of decode steps, without torch.compile, and the worker vllm-ascend's with this project's warm-up.
+    ConfigError for what cannot be served there.
     """
     if not active():
         return
     additional = vllm_config.additional_config or {}
     for name, reason in FOREIGN.items():
-        given = additional.get(name)
-        if given and (not isinstance(given, dict) or given.get("enabled")):
+        option, _, key = name.partition(".")
+        given = additional.get(option)
+        if given.get(key) if key and isinstance(given, dict) else given:
             raise ConfigError(f"{name} of --additional-config is set: {reason}; leave it out")
     if vllm_config.use_v2_model_runner:
         raise ConfigError(
@@ -56,6 +64,9 @@ def check(vllm_config: Any) -> None:
         )
     geometry = resolve_geometry(Options.of(additional), inside_ascend=True)
     cache.block_size = check_block_size(geometry, cache.block_size if cache.user_specified_block_size else None)
+    if not vllm_config.model_config.enforce_eager:
+        graphs.settle(vllm_config.compilation_config)
+        graphs.check(vllm_config.compilation_config.cudagraph_mode)
     if vllm_config.parallel_config.worker_cls == "auto":
         vllm_config.parallel_config.worker_cls = WORKER_CLASS
 
@@ -87,6 +98,12 @@ def cache_spec(pages: Pages) -> Any:
     if pages.window is None:
         return AscendMLAAttentionSpec(**fields)
     return AscendSlidingWindowMLASpec(sliding_window=pages.window, page_size_padded=pages.padded, **fields)
+
+
+def only_drafts(cache_names: list[str]) -> bool:
+    """Whether all of these caches are of the MTP block, as those are that vllm-ascend's drafter has metadata built for.
+    It looks for the same part of a name, and gives such caches memory that they share with none."""
+    return all("mtp" in name.split(".") for name in cache_names)
 
 
 def bound_cache(bound: Any, pages: Pages) -> torch.Tensor:

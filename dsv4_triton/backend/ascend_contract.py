@@ -40,13 +40,25 @@ PATCHED = {
     "vllm.v1.core.kv_cache_coordinator": ("get_kv_cache_coordinator",),
 }
 """Functions of vLLM that vllm-ascend replaces, so that c4 and c128 caches may have pages of the same rows."""
-METADATA = ("query_start_loc", "seq_lens", "block_table_tensor", "num_actual_tokens", "num_input_tokens", "max_seq_len")
+METADATA = (
+    *("query_start_loc", "seq_lens", "block_table_tensor", "num_actual_tokens", "num_input_tokens", "max_seq_len"),
+    "positions",
+)
 """Fields of vllm-ascend's batch metadata that are read."""
 RUNNER_METHODS = {
     "_allocate_kv_cache_tensors": ("kv_cache_config",),
     "_reshape_kv_cache_tensors": ("kv_cache_config", "kv_cache_raw_tensors"),
     "initialize_kv_cache_tensors": ("kv_cache_config",),
 }
+DRAFTER_METHODS = ("build_draft_attn_metadata", "attn_update_stack_num_spec_norm", "_run_merged_draft")
+"""Where its drafter has all drafts planned, the first through `build`, before it runs, or replays, all of them."""
+BUILDER_METHODS = {
+    "build": ("common_prefix_len", "common_attn_metadata"),
+    "build_for_drafting": ("common_attn_metadata", "draft_index"),
+    "build_for_graph_capture": ("common_attn_metadata",),
+}
+"""How metadata builders are called, to which vllm-ascend's own builder for this model is the witness."""
+BUILDER = ("vllm_ascend.attention.dsa_v1", "AscendDSAMetadataBuilder")
 
 
 def check(hf_config: Any = None) -> None:
@@ -63,6 +75,7 @@ def check_runner(runner: Any) -> None:
         found.append(f"use_compress of its model runner is {getattr(runner, 'use_compress', 'missing')}, not True")
     for name, parameters in RUNNER_METHODS.items():
         found += _signature(f"{type(runner).__name__}.{name}", getattr(runner, name, None), parameters)
+    found += [*_shape(runner), *_drafter(getattr(runner, "drafter", None)), *_builder()]
     metadata = _name("vllm_ascend.attention.utils", "AscendCommonAttentionMetadata")
     if isinstance(metadata, str):
         found.append(metadata)
@@ -128,6 +141,34 @@ def _functions() -> Iterator[str]:
         yield from _signature("vllm_ascend.utils.enable_dsa_cp", function, ())
 
 
+def _shape(runner: Any) -> Iterator[str]:
+    """Its runner takes the shape of every cache from the attention backend of the model, whatever the layer's is."""
+    asked = (5, 32, 1, 512)
+    try:
+        shape = tuple(runner.attn_backend.get_kv_cache_shape(*asked))
+    except (AttributeError, TypeError) as error:
+        yield f"its attention backend has no shape of a cache of {asked} ({error})"
+        return
+    if shape != asked:
+        yield f"its attention backend gives a cache of {asked} the shape {shape}"
+
+
+def _drafter(drafter: Any) -> Iterator[str]:
+    if drafter is not None:
+        for name in DRAFTER_METHODS:
+            if not hasattr(drafter, name):
+                yield f"its drafter {type(drafter).__name__} has no {name}"
+
+
+def _builder() -> Iterator[str]:
+    builder = _name(*BUILDER)
+    if isinstance(builder, str):
+        yield builder
+        return
+    for name, parameters in BUILDER_METHODS.items():
+        yield from _signature(f"{BUILDER[1]}.{name}", getattr(builder, name, None), ("self", *parameters))
+
+
 def _model(hf_config: Any) -> Iterator[str]:
     """By these two vllm-ascend knows the model, and decides how its caches are allocated and bound."""
     if not hasattr(hf_config, "compress_ratios"):
@@ -157,6 +198,10 @@ def _signature(name: str, function: Any, parameters: tuple[str, ...]) -> Iterato
     if function is None:
         yield f"there is no {name}"
         return
-    taken = {key: value.default is not value.empty for key, value in inspect.signature(function).parameters.items()}
-    if tuple(taken)[: len(parameters)] != parameters or not all(list(taken.values())[len(parameters) :]):
-        yield f"{name} takes ({', '.join(taken)}), not ({', '.join(parameters)})"
+    taken = list(inspect.signature(function).parameters.values())
+    demanded = tuple(
+        one.name for one in taken if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    )
+    first = tuple(one.name for one in taken[: len(parameters)])
+    if first != parameters or not set(demanded) <= set(parameters):
+        yield f"{name} takes ({', '.join(one.name for one in taken)}), not ({', '.join(parameters)})"

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder, MultipleOf
 
 from dsv4_triton.backend.metadata import DsaMetadataBuilder
+
+
+class GraphTensors:
+    """What vllm-ascend asks of an attention implementation after each replay of a graph of drafts."""
+
+    @staticmethod
+    def update_graph_params(*_: Any, **__: Any) -> None:
+        """Nothing is renewed in a graph: it reads what the builders write into tensors that stay."""
 
 
 class TritonDsaBackend(AttentionBackend):
@@ -21,7 +29,8 @@ class TritonDsaBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type:
-        raise NotImplementedError("DeepSeek-V4 attention layers call torch.ops.vllm.triton_dsa_forward")
+        """No implementation in vLLM's sense: the layers call torch.ops.vllm.triton_dsa_forward."""
+        return GraphTensors
 
     @staticmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder]:

@@ -11,6 +11,8 @@ become, reads these tensors, and is replayed after a builder has written the nex
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -124,34 +126,74 @@ def rows_of(common: CommonAttentionMetadata) -> int:
     return max(int(common.num_actual_tokens), int(getattr(common, "num_input_tokens", 0)))
 
 
-class PlansAhead:
-    """Plans of one cache for drafts that are all planned before the first of them runs, as vllm-ascend does.
+class DraftPlans:
+    """Plans of the MTP block's cache where vllm-ascend drafts, which plans all drafts of a step before the first runs.
 
-    Each draft has tensors of its own, at the same address in every step, and a copy of the block table, which comes in
-    new memory every time.
+    Each draft has tensors of its own, at the same address in every step: a graph holds all drafts, and the block table
+    comes in new memory every time. Launches are those of the longest sequences, of which the block, a window, has one
+    kind. `draft` counts from 0.
     """
 
-    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+    def __init__(self, vllm_config: Any, device: torch.device, rows_per_block: int, ratio: int) -> None:
         self._max_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
         self._max_requests: int = vllm_config.scheduler_config.max_num_seqs
         self._max_context: int = vllm_config.model_config.max_model_len
         self._device = device
+        self._geometry = (rows_per_block, ratio)
+        self._one_each = torch.arange(self._max_requests + 1, dtype=torch.int32, device=device)
         self._planners: dict[int, StepPlanner] = {}
         self._tables: dict[int, torch.Tensor] = {}
 
-    def plan(self, common: CommonAttentionMetadata, rows_per_block: int, ratio: int, draft: int) -> CacheMetadata:
-        """Metadata of draft number `draft`. A step without a longest sequence belongs to no request."""
-        planner = self._planners.setdefault(draft, StepPlanner(self._max_tokens, self._device))
-        given = common.block_table_tensor
-        requests, blocks = given.shape
-        if draft not in self._tables or len(self._tables[draft]) < requests:
-            self._tables[draft] = given.new_zeros(max(requests, self._max_requests), blocks)
+    def plan(self, common: CommonAttentionMetadata, draft: int) -> CacheMetadata:
+        """Metadata of a draft. The first has the target's tokens, and its sequences, so that positions follow from
+        these; the others have one token a request, at the positions that vllm-ascend gives.
+
+        Its lengths are no source of them: they still count the drafts that were rejected. A position of 0 stands for
+        one beyond the longest sequence there, since no later draft begins a sequence; it is padding here.
+        """
+        own = self._own(common, draft)
+        if draft:
+            requests = int(common.num_actual_tokens)
+            positions = common.positions[:requests].to(torch.int32)
+            own.seq_lens = torch.where(positions > 0, positions + 1, 0)
+            own.query_start_loc = self._one_each[: requests + 1]
+        return self._planner(draft).plan(own, *self._geometry, again=True)
+
+    def plan_idle(self, common: CommonAttentionMetadata, draft: int) -> CacheMetadata:
+        """The same for a step of padding alone."""
+        return self._planner(draft).plan_idle(self._own(common, draft), *self._geometry, max_seq_len=self._max_context)
+
+    def _planner(self, draft: int) -> StepPlanner:
+        return self._planners.setdefault(draft, StepPlanner(self._max_tokens, self._device))
+
+    def _own(self, common: CommonAttentionMetadata, draft: int) -> Any:
+        """`common` with this draft's block table. Rows beyond the largest batch are padding of a graph's shape."""
+        given = common.block_table_tensor[: self._max_requests]
+        if draft not in self._tables:
+            self._tables[draft] = given.new_zeros(self._max_requests, given.shape[1])
         own = copy(common)
-        own.block_table_tensor = self._tables[draft][:requests].copy_(given)
-        if not common.max_seq_len:
-            return planner.plan_idle(own, rows_per_block, ratio, max_seq_len=self._max_context)
-        own.max_seq_len = min(common.max_seq_len + draft, self._max_context)
-        return planner.plan(own, rows_per_block, ratio, again=True)
+        own.block_table_tensor = self._tables[draft][: len(given)].copy_(given)
+        own.max_seq_len = self._max_context
+        return own
+
+
+_idle = False
+
+
+@contextmanager
+def idle_steps() -> Iterator[None]:
+    """Every step that is planned meanwhile belongs to no request, whatever its batch looks like.
+
+    Inside vllm-ascend a rank without requests, and the steps ahead of a capture, are planned as if sequences began in
+    the blocks that the block tables still name; its own kernels are kept from writing there by slots of -1, which it
+    fills in after the metadata was built.
+    """
+    global _idle
+    before, _idle = _idle, True
+    try:
+        yield
+    finally:
+        _idle = before
 
 
 class DsaMetadataBuilder(AttentionMetadataBuilder[CacheMetadata]):
@@ -166,7 +208,9 @@ class DsaMetadataBuilder(AttentionMetadataBuilder[CacheMetadata]):
         self._rows_per_block: int = cache.rows_per_block
         self._ratio: int = cache.ratio
         self._max_model_len: int = vllm_config.model_config.max_model_len
-        self._ahead = PlansAhead(vllm_config, device) if ascend.active() else None
+        self._drafts: DraftPlans | None = None
+        if ascend.active() and ascend.only_drafts(layer_names):
+            self._drafts = DraftPlans(vllm_config, device, self._rows_per_block, self._ratio)
 
     def build(
         self,
@@ -176,11 +220,17 @@ class DsaMetadataBuilder(AttentionMetadataBuilder[CacheMetadata]):
         **_: Any,
     ) -> CacheMetadata:
         """Further arguments are vllm-ascend's, for kernels of its own; so in the methods below."""
+        if _idle:
+            return self.build_for_cudagraph_capture(common_attn_metadata)
+        if self._drafts is not None:
+            return self._drafts.plan(common_attn_metadata, 0)
         return self._planner.plan(common_attn_metadata, self._rows_per_block, self._ratio, again=False)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> CacheMetadata:
         """A step of padding with the launches of the longest sequences: vLLM calls this for captures and for idle steps
         that replay a graph, which belong to no request."""
+        if self._drafts is not None:
+            return self._drafts.plan_idle(common_attn_metadata, 0)
         return self._planner.plan_idle(
             common_attn_metadata, self._rows_per_block, self._ratio, max_seq_len=self._max_model_len
         )
@@ -196,7 +246,8 @@ class DsaMetadataBuilder(AttentionMetadataBuilder[CacheMetadata]):
     ) -> CacheMetadata:
         """Drafting begins with the batch of the target's step and changes its tensors in place between its steps, or
         in vllm-ascend gives all its steps in advance."""
-        if self._ahead is not None:
-            return self._ahead.plan(common_attn_metadata, self._rows_per_block, self._ratio, draft_index)
+        if self._drafts is not None:
+            plan = self._drafts.plan_idle if _idle else self._drafts.plan
+            return plan(common_attn_metadata, draft_index)
         again = draft_index > 0
         return self._planner.plan(common_attn_metadata, self._rows_per_block, self._ratio, again=again)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.platforms.interface import Platform, PlatformEnum
 
+from dsv4_triton.backend import graphs
 from dsv4_triton.backend.op import OP_NAME
 from dsv4_triton.backend.plugin import ARCHITECTURE
 from dsv4_triton.config import ConfigError
@@ -25,8 +26,6 @@ logger = logging.getLogger(f"vllm.{__name__}")  # a child of vLLM's logger, so t
 WORKER_CLASS = "dsv4_triton.backend.worker_npu.NpuWorker"
 EAGER_BREAKS = "VLLM_USE_BREAKABLE_CUDAGRAPH"
 """vLLM's graphs with eager pieces, which it switches on for DeepSeek-V4: here a decode step is one graph."""
-TASK_QUEUE = "TRITON_ENABLE_TASKQUEUE"
-"""triton-ascend's switch for launches through torch_npu's task queue; without it each launch ends in a wait."""
 
 
 def _npu() -> Any:
@@ -127,13 +126,7 @@ class NpuPlatform(Platform):
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
-        """No torch.compile, and graphs of decode steps unless --enforce-eager or another mode is asked for."""
-        from vllm.config import CompilationMode, CUDAGraphMode
-
-        compilation = vllm_config.compilation_config
-        compilation.mode = CompilationMode.NONE
-        if compilation.cudagraph_mode is None:
-            compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+        graphs.settle(vllm_config.compilation_config)
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
@@ -153,7 +146,7 @@ class NpuPlatform(Platform):
             raise ConfigError(
                 "VLLM_USE_V2_MODEL_RUNNER is 1, but NPUs are served by vLLM's first model runner; unset it"
             )
-        _check_graphs(vllm_config.compilation_config.cudagraph_mode)
+        graphs.check(vllm_config.compilation_config.cudagraph_mode)
         vllm_config.cache_config.block_size = Serving.of(vllm_config).layout.block_size
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "auto":
@@ -164,21 +157,3 @@ class NpuPlatform(Platform):
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
         """The block size is that of the cache geometry."""
-
-
-def _check_graphs(mode: Any) -> None:
-    """ConfigError for graphs that cannot be captured."""
-    from vllm.config import CUDAGraphMode
-
-    if mode == CUDAGraphMode.NONE:
-        return
-    if mode != CUDAGraphMode.FULL_DECODE_ONLY:
-        raise ConfigError(
-            f"cudagraph_mode of --compilation-config is {mode.name}: decode steps are captured whole, prefills are "
-            f"not; it takes FULL_DECODE_ONLY or NONE"
-        )
-    if os.environ.get(TASK_QUEUE, "true").lower() not in ("true", "1"):
-        raise ConfigError(
-            f"{TASK_QUEUE} is {os.environ[TASK_QUEUE]}: triton-ascend then waits for every kernel, which no graph can "
-            f"capture; unset it or say --enforce-eager"
-        )

@@ -40,11 +40,11 @@ def test_what_cannot_be_served(changed: dict[str, Any], message: str) -> None:
 def test_graphs_need_the_task_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.config import CUDAGraphMode
 
-    from dsv4_triton.backend import platform_npu
+    from dsv4_triton.backend import graphs
 
-    monkeypatch.setenv(platform_npu.TASK_QUEUE, "0")
-    platform_npu._check_graphs(CUDAGraphMode.NONE)
+    monkeypatch.setenv(graphs.TASK_QUEUE, "0")
+    graphs.check(CUDAGraphMode.NONE)
     with pytest.raises(ConfigError, match="TRITON_ENABLE_TASKQUEUE is 0"):
-        platform_npu._check_graphs(CUDAGraphMode.FULL_DECODE_ONLY)
-    monkeypatch.delenv(platform_npu.TASK_QUEUE)
-    platform_npu._check_graphs(CUDAGraphMode.FULL_DECODE_ONLY)
+        graphs.check(CUDAGraphMode.FULL_DECODE_ONLY)
+    monkeypatch.delenv(graphs.TASK_QUEUE)
+    graphs.check(CUDAGraphMode.FULL_DECODE_ONLY)

@@ -35,12 +35,23 @@ def message_of(action: Callable[[], Any]) -> Any:
         return str(error)
 
 
-def start(checkpoint: str, **options: Any) -> tuple[int, str]:
-    """Block size and worker of a server with these options."""
+def settled(checkpoint: str, **options: Any) -> Any:
+    """vLLM's config of a server with these options."""
     from vllm.engine.arg_utils import EngineArgs
 
-    config = EngineArgs(checkpoint, dtype="float32", max_model_len=512, **options).create_engine_config()
+    options = {"dtype": "float32", "max_model_len": 512, **options}
+    return EngineArgs(checkpoint, **options).create_engine_config()
+
+
+def start(checkpoint: str, **options: Any) -> tuple[int, str]:
+    """Its block size and worker."""
+    config = settled(checkpoint, **options)
     return config.cache_config.block_size, config.parallel_config.worker_cls
+
+
+def graphs(checkpoint: str, **options: Any) -> str:
+    """Its mode of graphs."""
+    return settled(checkpoint, **options).compilation_config.cudagraph_mode.name
 
 
 def starts(checkpoint: str) -> Iterator[tuple[str, Any]]:
@@ -53,9 +64,14 @@ def starts(checkpoint: str) -> Iterator[tuple[str, Any]]:
         "blocks of 256": {"block_size": 256},
         "fine": ours(geometry="fine"),
         "context parallel": {"additional_config": {"enable_dsa_cp": True}},
+        "head apart": {"additional_config": {"finegrained_tp_config": {"lmhead_tensor_parallel_size": 2}}},
+        "not set": {"additional_config": {"finegrained_tp_config": {}, "xlite_graph_config": {"full_mode": True}}},
+        "pieces": {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}},
     }
     for name, options in cases.items():
         yield name, message_of(lambda options=options: start(checkpoint, **options))
+    yield "graphs", message_of(lambda: graphs(checkpoint))
+    yield "eager", message_of(lambda: graphs(checkpoint, enforce_eager=True))
 
 
 def contract(checkpoint: str) -> Iterator[tuple[str, Any]]:
@@ -63,6 +79,7 @@ def contract(checkpoint: str) -> Iterator[tuple[str, Any]]:
     import vllm_ascend.utils
     from vllm.v1.core import kv_cache_utils as planning
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
+    from vllm_ascend.attention import dsa_v1
     from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
 
     from dsv4_triton.backend.ascend_contract import check, check_runner
@@ -75,6 +92,16 @@ def contract(checkpoint: str) -> Iterator[tuple[str, Any]]:
         @property
         def storage_block_size(self) -> int:
             return self.block_size
+
+    class FewerArguments:
+        """Whose builders are called in another way."""
+
+        def build(self, common_attn_metadata: Any) -> Any: ...
+
+    class OtherShape:
+        @staticmethod
+        def get_kv_cache_shape(blocks: int, rows: int, heads: int, width: int) -> tuple[int, ...]:
+            return 2, blocks, rows, heads, width
 
     def of_vllm() -> None: ...
 
@@ -93,8 +120,14 @@ def contract(checkpoint: str) -> Iterator[tuple[str, Any]]:
     yield "another config", message_of(lambda: check(SimpleNamespace(model_type="deepseek_v5")))
     runner.use_compress = False
     yield "not compressed", message_of(lambda: check_runner(runner))
-    runner.use_compress = True
+    runner.use_compress, runner.attn_backend = True, dsa_v1.AscendDSABackend
     yield "kept", message_of(lambda: check_runner(runner) or check())
+    with instead(dsa_v1, "AscendDSAMetadataBuilder", FewerArguments):
+        yield "other calls", message_of(lambda: check_runner(runner))
+    with instead(runner, "attn_backend", OtherShape):
+        yield "other shape", message_of(lambda: check_runner(runner))
+    runner.drafter = object()
+    yield "other drafter", message_of(lambda: check_runner(runner))
 
 
 if __name__ == "__main__":

@@ -44,10 +44,13 @@ def serve(environment: dict[str, str], module: str = "tests.npu.serve", **what: 
 
 @pytest.fixture(scope="session")
 def on_npu(simulated_npu: Path, checkpoint: Callable[[str], Path]) -> Serve:
-    """Serve cases on the simulated device of a family; `options` are the engine's."""
+    """Serve cases on simulated devices of a family; `options` are the engine's."""
 
-    def call(family: str, cases: list[str], dtype: str = "float32", **options: Any) -> dict[str, Any]:
-        environment = simnpu.environment(simulated_npu, SIMNPU_SOC=CHIPS[family], **engine.ENVIRONMENT)
+    def call(
+        family: str, cases: list[str], dtype: str = "float32", devices: int = 1, memory_mb: int = 4096, **options: Any
+    ) -> dict[str, Any]:
+        settings = {"SIMNPU_SOC": CHIPS[family], "SIMNPU_DEVICES": devices, "SIMNPU_MEMORY_MB": memory_mb}
+        environment = simnpu.environment(simulated_npu, **settings, **engine.ENVIRONMENT)
         environment.pop("VLLM_USE_BREAKABLE_CUDAGRAPH", None)  # vLLM sets it in a process that served DeepSeek-V4
         return serve(
             environment, checkpoint=str(checkpoint(dtype)), cases=cases, options={"dtype": dtype, **LIMITS, **options}
@@ -61,13 +64,14 @@ def on_cpu(checkpoint: Callable[[str], Path]) -> Serve:
     """The same on the CPU platform, in this process, acting as the family; each set of cases is served once."""
     from tests.npu.serve import run
 
-    known: dict[tuple[str, ...], dict[str, Any]] = {}
+    known: dict[str, dict[str, Any]] = {}
 
-    def call(family: str, cases: list[str], dtype: str = "float32") -> dict[str, Any]:
-        key = (family, dtype, *cases)
+    def call(family: str, cases: list[str], dtype: str = "float32", **options: Any) -> dict[str, Any]:
+        key = json.dumps([family, dtype, cases, options])
         if key not in known:
             extra = {"dsv4_triton": {"device_family": family}}
-            known[key] = run(str(checkpoint(dtype)), {"dtype": dtype, **LIMITS, "additional_config": extra}, cases)
+            options = {"dtype": dtype, **LIMITS, "additional_config": extra, **options}
+            known[key] = run(str(checkpoint(dtype)), options, cases)
         return known[key]
 
     return call

@@ -16,7 +16,11 @@ import torch
 import torch_npu
 
 from dsv4_triton.backend.upstream_npu import Launches
+from dsv4_triton.device import A2, A5, family_of
 from tests.npu.serve import run
+
+CHIPS = {A2: ("A2", 220), A5: ("A5", 260)}
+"""What it is built for, and what its chip says at run time."""
 
 
 def module(name: str, **contents: Any) -> ModuleType:
@@ -72,7 +76,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.T
 def install() -> None:
     absent_from(torch_npu)
     absent_from(torch.npu)
-    torch.npu.get_soc_version = lambda: 220  # an A2
+    chip, number = CHIPS[family_of("npu")]
+    torch.npu.get_soc_version = lambda: number
     torch_npu._npu_matmul_add_fp32 = nothing
     torch_npu.npu_format_cast = lambda tensor, layout: tensor
     torch_npu.npu_rms_norm = rms_norm
@@ -85,7 +90,7 @@ def install() -> None:
     module("scipy.optimize", linear_sum_assignment=nothing)
     for name in ("qwen3_5", "qwen3_dflash", "qwen3vl", "kimi_k25"):  # models that need torchvision
         module(f"vllm_ascend.patch.worker.patch_{name}")
-    module("vllm_ascend._build_info", __device_type__="A2")
+    module("vllm_ascend._build_info", __device_type__=chip)
     module("torch_npu.op_plugin")
     module("torch_npu.op_plugin.atb")
     module("torch_npu.op_plugin.atb._atb_ops", _register_atb_extensions=nothing)

@@ -1,7 +1,9 @@
 """One engine in a process of its own, driven through some cases: `python -m tests.npu.serve JSON` prints JSON.
 
 The argument has `checkpoint`, `options` of the engine and the names of `cases` (below); the result has the answers of
-each case as [tokens, log-probabilities, tokens from the prefix cache], and how many graphs were captured and replayed.
+each case as [tokens, log-probabilities, tokens from the prefix cache], and of every rank how many graphs it captured
+and replayed, and bytes of its device's memory: `planned` for all but the caches, where vLLM planned it, `caches`, and
+the most that was allocated in the `start` and in the `steps` after it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ TOKENS = 12
 PREFIX = engine.prompt(300, seed=2)
 CROWD = [engine.prompt(length, seed=5) for length in range(5, 13)]
 CROWD_TOKENS = 40
+FULL = [engine.prompt(64, seed=seed) for seed in range(8)]
 
 Answers = list[tuple[list[int], list[float], int]]
 
@@ -36,6 +39,11 @@ def chunked(llm: Any) -> Answers:
     engine.forget(llm)
     with engine.chunks_of(llm, 77):
         return answers(llm, PROMPTS, TOKENS)
+
+
+def full(llm: Any) -> Answers:
+    """A step of as many tokens as there may be, with sampling of as many requests."""
+    return answers(llm, FULL, 2)
 
 
 def prefix(llm: Any) -> Answers:
@@ -71,18 +79,72 @@ def preempted(llm: Any) -> Answers:
     return found
 
 
-CASES: dict[str, Callable[[Any], Answers]] = {
-    case.__name__: case for case in (plain, chunked, prefix, crowd, preempted)
+def drafted(llm: Any) -> list[list[int]]:
+    """The drafts of all steps of `plain`, request by request; answers are the same whatever is drafted."""
+    drafter = engine.runner(llm).drafter
+    name = "_propose" if hasattr(drafter, "_propose") else "propose"  # vllm-ascend's, and vLLM's
+    usual, found = getattr(drafter, name), list[list[int]]()
+
+    def recorded(**step: Any) -> torch.Tensor:
+        drafts = usual(**step)
+        found.extend(drafts[: len(step["next_token_ids"])].tolist())
+        return drafts
+
+    setattr(drafter, name, recorded)
+    try:
+        engine.forget(llm)
+        plain(llm)
+    finally:
+        delattr(drafter, name)
+    return found
+
+
+def starved(llm: Any) -> Answers:
+    """A step for which the device has too little memory left."""
+
+    def take(worker: Any) -> None:
+        free, total = torch.npu.mem_get_info(worker.device)
+        torch.ops.simnpu.set_limit(worker.device.index, total - free + (1 << 20))
+
+    llm.collective_rpc(take)
+    return answers(llm, FULL, 2)
+
+
+CASES: dict[str, Callable[[Any], Any]] = {
+    case.__name__: case for case in (plain, chunked, full, prefix, crowd, preempted, drafted)
 }
+
+
+def after_start(worker: Any) -> dict[str, int]:
+    """Memory of a rank's device; the count of the most that is allocated starts again."""
+    from dsv4_triton.backend.caches import CacheLayer
+
+    found = {"start": torch.npu.max_memory_allocated(worker.device)}
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    storages = [layer.rows.untyped_storage() for layer in layers if isinstance(layer, CacheLayer)]
+    found["caches"] = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    if not worker.cache_config.kv_cache_memory_bytes:
+        found["planned"] = worker.requested_memory - worker.available_kv_cache_memory_bytes
+    torch.npu.reset_peak_memory_stats(worker.device)
+    return found
+
+
+def after_steps(worker: Any) -> dict[str, int]:
+    graphs = torch.npu.NPUGraph
+    steps = torch.npu.max_memory_allocated(worker.device)
+    return {"steps": steps, "captures": graphs.captures, "replays": graphs.replays}
 
 
 def run(checkpoint: str, options: dict[str, Any], cases: list[str]) -> dict[str, Any]:
     """The answers of the cases, in this process and on the platform that vLLM finds here."""
     with engine.engine(checkpoint, **options) as llm:
+        device = llm.llm_engine.vllm_config.device_config.device_type
+        started = llm.collective_rpc(after_start) if device == "npu" else []
         result: dict[str, Any] = {name: CASES[name](llm) for name in cases}
-        result["device"] = llm.llm_engine.vllm_config.device_config.device_type
-        if result["device"] == "npu":
-            result |= {"captures": torch.npu.NPUGraph.captures, "replays": torch.npu.NPUGraph.replays}
+        result["device"] = device
+        if device == "npu":
+            ended = llm.collective_rpc(after_steps)
+            result["ranks"] = [start | end for start, end in zip(started, ended, strict=True)]
     return result
 
 

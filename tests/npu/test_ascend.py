@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +19,14 @@ import torch
 
 from dsv4_triton.backend import ascend
 from dsv4_triton.backend.ascend import WORKER_CLASS
+from dsv4_triton.backend.attention_backend import TritonDsaBackend
 from dsv4_triton.backend.geometry import Pages
-from dsv4_triton.backend.metadata import PlansAhead
+from dsv4_triton.backend.metadata import DraftPlans, DsaMetadataBuilder, StepPlanner, idle_steps
 from dsv4_triton.config import ConfigError
 from tests import simnpu
 from tests.model import engine
 from tests.npu.conftest import CHIPS, LIMITS, Serve, serve
-from tests.npu.test_serving import check_same
+from tests.npu.test_serving import GRAPHS, check_graphs, check_same, drafts
 
 FAKE_ASCEND = simnpu.ROOT / "tests" / "fake_vllm_ascend"
 
@@ -48,17 +50,22 @@ def inside(simulated_npu: Path, checkpoint: Callable[[str], Path]) -> Serve:
     return call
 
 
-def test_plain_and_chunked(inside: Serve, on_cpu: Serve) -> None:
-    found, expected = inside("a2", ["plain", "chunked"]), on_cpu("a2", ["plain"])
-    check_same(found["plain"], expected["plain"])
-    check_same(found["chunked"], expected["plain"])
+def check_served(serve: Serve, family: str, on_cpu: Serve, count: int, graphs: bool) -> None:
+    """Answers with and without chunks, of 0 or more drafts, are those of the CPU platform; so are all drafts, which no
+    answer shows."""
+    cases, options = ["plain", "chunked", *(["drafted"] if count else [])], drafts(count)
+    found = serve(family, cases, **options, **(GRAPHS if graphs else {}))
+    expected = on_cpu("a2", ["plain"])["plain"]
+    for name in ("plain", "chunked"):
+        check_same(found[name], expected)
+    if count:
+        assert found["drafted"] == on_cpu("a2", ["drafted"], **options)["drafted"]
+    check_graphs(found, graphs)
 
 
-DRAFTS = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
-
-
-def test_drafts(inside: Serve, on_cpu: Serve) -> None:
-    check_same(inside("a2", ["plain"], **DRAFTS)["plain"], on_cpu("a2", ["plain"])["plain"])
+@pytest.mark.parametrize(("count", "graphs"), [(0, False), (3, False), (2, True)], ids=["plain", "drafts", "graphs"])
+def test_served(count: int, graphs: bool, inside: Serve, on_cpu: Serve) -> None:
+    check_served(inside, "a2", on_cpu, count, graphs)
 
 
 SOURCE_VARIABLE = "DSV4_VLLM_ASCEND_SRC"
@@ -85,10 +92,13 @@ def inside_the_real(simulated_npu: Path, checkpoint: Callable[[str], Path], tmp_
 
 
 @pytest.mark.long
-def test_inside_the_real_vllm_ascend(inside_the_real: Serve, on_cpu: Serve) -> None:
-    found, expected = inside_the_real("a2", ["plain", "chunked"]), on_cpu("a2", ["plain"])
-    for name in ("plain", "chunked"):
-        check_same(found[name], expected["plain"])
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("count", range(4))
+@pytest.mark.parametrize("family", ["a2", "a5"])
+def test_inside_the_real_vllm_ascend(
+    family: str, count: int, graphs: bool, inside_the_real: Serve, on_cpu: Serve
+) -> None:
+    check_served(inside_the_real, family, on_cpu, count, graphs)
 
 
 def test_starts(simulated_npu: Path, checkpoint: Callable[[str], Path]) -> None:
@@ -97,12 +107,15 @@ def test_starts(simulated_npu: Path, checkpoint: Callable[[str], Path]) -> None:
     run = subprocess.run(command, env=environment(simulated_npu), cwd=simnpu.ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-4000:]
     found = json.loads(run.stdout.strip().splitlines()[-1])
-    assert found["default"] == [128, WORKER_CLASS] and found["blocks of 32"] == [32, WORKER_CLASS]
+    assert found["default"] == found["not set"] == [128, WORKER_CLASS] and found["blocks of 32"] == [32, WORKER_CLASS]
+    assert found["graphs"] == "FULL_DECODE_ONLY" and found["eager"] == "NONE"
     known = "Known to work: vllm-ascend main of 22 August 2026 \\(commit 182b75ea\\) with vLLM 0.27.1"
     for name, says in {
         "blocks of 256": "--block-size is 256, .*geometry 'vllm-ascend' has no page tables",
         "fine": "geometry is 'fine', but vllm-ascend plans the caches here",
         "context parallel": "enable_dsa_cp of --additional-config is set: .*leave it out",
+        "head apart": "finegrained_tp_config.lmhead_tensor_parallel_size of --additional-config is set: .*all ranks",
+        "pieces": "cudagraph_mode of --compilation-config is FULL_AND_PIECEWISE: .*takes FULL_DECODE_ONLY or NONE",
         "no scale_dim": f"WithoutScales has no scale_dim.*{known}",
         "other rows": f"storage_block_size of OtherRows is 128 where 32 was expected.*{known}",
         "not replaced": f"group_and_unify_kv_cache_specs is not replaced by vllm-ascend.*{known}",
@@ -110,6 +123,9 @@ def test_starts(simulated_npu: Path, checkpoint: Callable[[str], Path]) -> None:
         "start": f"vllm-ascend 0.27.1 is not what .* is not replaced by vllm-ascend.*{known}",
         "another config": f"no compress_ratios.*'deepseek_v5'.*{known}",
         "not compressed": f"use_compress of its model runner is False.*{known}",
+        "other calls": f"AscendDSAMetadataBuilder.build takes .self, common_attn.*no .*build_for_drafting.*{known}",
+        "other shape": rf"gives a cache of \(5, 32, 1, 512\) the shape \(2, 5, 32, 1, 512\).*{known}",
+        "other drafter": f"its drafter object has no build_draft_attn_metadata.*{known}",
     }.items():
         assert re.search(says, found[name], re.DOTALL), (name, found[name])
     assert found["kept"] is None
@@ -124,30 +140,80 @@ def test_a_cache_of_another_shape_is_an_error() -> None:
             ascend.bound_cache(bound, pages)
 
 
-def test_drafts_planned_in_advance_keep_their_tensors(host_driver: None) -> None:
-    """vllm-ascend plans all drafts of a step before it runs the first, and gives a new block table every time."""
+def batch(lengths: list[int], positions: list[int], table: list[list[int]], **more: Any) -> Any:
+    """One token each of requests, as vllm-ascend tells of drafts, in new tensors."""
+    return SimpleNamespace(
+        query_start_loc=torch.arange(len(lengths) + 1, dtype=torch.int32),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        positions=torch.tensor(positions),
+        block_table_tensor=torch.tensor(table, dtype=torch.int32),
+        **{"num_actual_tokens": 2, "num_input_tokens": 3, "max_seq_len": 0, **more},
+    )
+
+
+@pytest.fixture
+def plans(host_driver: None) -> DraftPlans:
     config: Any = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8, max_num_seqs=2),
         model_config=SimpleNamespace(max_model_len=64),
     )
-    plans = PlansAhead(config, torch.device("cpu"))
+    return DraftPlans(config, torch.device("cpu"), 16, 1)
 
-    def batch(length: int, longest: int = 32) -> Any:
-        return SimpleNamespace(
-            query_start_loc=torch.tensor([0, 1, 2], dtype=torch.int32),
-            seq_lens=torch.tensor([length, 0], dtype=torch.int32),
-            block_table_tensor=torch.tensor([[5, 6], [0, 0]], dtype=torch.int32),
-            num_actual_tokens=1,
-            num_input_tokens=2,
-            max_seq_len=longest,
-        )
 
-    drafts = [plans.plan(batch(20 + index), 16, 1, index) for index in (1, 2)]
-    for draft, length in zip(drafts, (21, 22), strict=True):
-        assert draft.step.positions.tolist() == [length - 1, -1] and draft.step.num_tokens == 2
-        assert draft.slots.tolist() == [6 * 16 + length - 1 - 16, -1]
-    again = plans.plan(batch(30), 16, 1, 1)
-    assert again.step.positions.data_ptr() == drafts[0].step.positions.data_ptr()
-    assert again.slots.data_ptr() == drafts[0].slots.data_ptr()
-    assert again.block_table.data_ptr() == drafts[0].block_table.data_ptr()
-    assert plans.plan(batch(30, longest=0), 16, 1, 1).slots.tolist() == [-1, -1], "a step of no request"
+def test_drafts_are_at_the_positions_that_are_given(plans: DraftPlans) -> None:
+    """Of two requests in a graph of three rows: lengths count rejected drafts, and position 0 is past the end."""
+    table = [[5, 6], [7, 0], [0, 0]]
+    first = plans.plan(batch([21, 9, 0], [20, 8, 8], table), 0)
+    second = plans.plan(batch([25, 9, 0], [21, 9, 8], table), 1)
+    third = plans.plan(batch([26, 1, 0], [22, 0, 8], table), 2)
+    for draft, positions, slots in (
+        (first, [20, 8, -1], [6 * 16 + 4, 7 * 16 + 8, -1]),
+        (second, [21, 9, -1], [6 * 16 + 5, 7 * 16 + 9, -1]),
+        (third, [22, -1, -1], [6 * 16 + 6, -1, -1]),
+    ):
+        assert draft.step.positions.tolist() == positions and draft.slots.tolist() == slots
+        assert draft.step.num_tokens == 3 and draft.block_table.tolist() == table[:2]
+
+
+def test_drafts_keep_their_tensors(plans: DraftPlans) -> None:
+    """All are planned before the first runs, and a graph reads what was planned."""
+
+    def tensors(draft: Any) -> list[torch.Tensor]:
+        step = draft.step
+        return [step.positions, step.token_req, step.n_vis4, step.n_vis128, draft.block_table, draft.slots]
+
+    captured = [plans.plan_idle(batch([1, 1], [7, 7], [[5, 6], [7, 0]]), draft) for draft in range(3)]
+    for draft in captured:
+        assert draft.slots.tolist() == draft.step.positions.tolist() == [-1] * 3
+    planned = [plans.plan(batch([21, 9], [20 + draft, 8], [[5, 6], [7, 0]]), draft) for draft in range(3)]
+    addresses = [[tensor.data_ptr() for tensor in tensors(draft)] for draft in captured]
+    assert addresses == [[tensor.data_ptr() for tensor in tensors(draft)] for draft in planned]
+    assert len({address for draft in addresses for address in draft}) == 18
+    assert [draft.step.positions[0].item() for draft in planned] == [20, 21, 22]
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.attn.window", "mtp.layers.4.attn.window"])
+def test_idle_steps_look_like_others(name: str, monkeypatch: pytest.MonkeyPatch, host_driver: None) -> None:
+    """Inside vllm-ascend, where the worker knows of them: nothing is written and nothing read."""
+    monkeypatch.setattr(ascend, "active", lambda: True)
+    cache = SimpleNamespace(planner=StepPlanner(8, torch.device("cpu")), rows_per_block=16, ratio=1)
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context={name: cache}),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8, max_num_seqs=2),
+        model_config=SimpleNamespace(max_model_len=64),
+    )
+    builder = DsaMetadataBuilder(None, [name], config, torch.device("cpu"))
+    common = batch([21, 9], [20, 8], [[5, 6], [7, 0]])
+    plans = [partial(builder.build, 0, common)]
+    if "mtp" in name:
+        plans.append(partial(builder.build_for_drafting, common, 1))
+    for plan in plans:
+        assert plan().slots.tolist() == [6 * 16 + 4, 7 * 16 + 8, -1]
+        with idle_steps():
+            idle = plan()
+        assert idle.slots.tolist() == idle.step.positions.tolist() == [-1] * 3 and idle.step.max_seq_len == 64
+
+
+def test_graphs_of_drafts_renew_nothing() -> None:
+    """vllm-ascend asks the attention backend's implementation to renew them."""
+    TritonDsaBackend.get_impl_cls().update_graph_params(None, None, 8, None, draft_attn_metadatas=[])

@@ -14,8 +14,10 @@ from tests.npu.conftest import Serve
 
 TOLERANCE = 1e-5
 """fp32 log-probabilities: matrix products round differently with the number of rows and with the library."""
-EVERY_CASE = ["plain", "chunked", "prefix", "crowd", "preempted"]
-REFERENCE = ["plain", "prefix", "crowd"]
+EVERY_CASE = ["plain", "chunked", "full", "prefix", "crowd", "preempted"]
+REFERENCE = ["plain", "full", "prefix", "crowd"]
+PLANNED: dict[str, Any] = {"memory_mb": 512, "gpu_memory_utilization": 0.8, "kv_cache_memory_bytes": None}
+"""A device whose memory vLLM divides by what its profiling run takes."""
 GRAPHS: dict[str, Any] = {"enforce_eager": False}
 
 
@@ -41,15 +43,32 @@ def check_cases(found: dict[str, Any], expected: dict[str, Any], hit: int = 256)
         assert [cached for *_, cached in found["prefix"]] == [0, hit]
 
 
+def check_graphs(found: dict[str, Any], graphs: bool) -> None:
+    """Every rank captured and replayed graphs, or none."""
+    assert found["ranks"]
+    for rank in found["ranks"]:
+        assert (rank["captures"] > 0) == (rank["replays"] > 0) == graphs
+
+
+def check_memory(found: dict[str, Any], slack: float = 0.1) -> None:
+    """Start and steps needed no more than was planned, and the plan was for at most `slack` more than they needed."""
+    for rank in found["ranks"]:
+        planned = rank["planned"] + rank["caches"]
+        needed = max(rank["start"], rank["steps"])
+        assert needed <= planned <= needed + slack * rank["planned"], rank
+
+
 def test_every_case(on_npu: Serve, on_cpu: Serve) -> None:
-    check_cases(on_npu("a2", EVERY_CASE), on_cpu("a2", REFERENCE))
+    found = on_npu("a2", EVERY_CASE, **PLANNED)
+    check_cases(found, on_cpu("a2", REFERENCE))
+    check_memory(found)
 
 
 def test_graphs_with_drafts(on_npu: Serve, on_cpu: Serve) -> None:
     """Decode steps with two drafts are replayed, among prefills that are not."""
     found = on_npu("a5", ["plain", "crowd"], **GRAPHS, **drafts(2))
     check_cases(found, on_cpu("a2", REFERENCE))
-    assert found["captures"] > 0 and found["replays"] > 0
+    check_graphs(found, True)
 
 
 @pytest.mark.long
@@ -60,7 +79,7 @@ def test_drafts_and_graphs(family: str, count: int, graphs: bool, on_npu: Serve,
     """With drafts a prompt of 300 tokens has no hit: vLLM asks for a page of the block's window beyond the 256."""
     found = on_npu(family, EVERY_CASE, **(GRAPHS if graphs else {}), **drafts(count))
     check_cases(found, on_cpu("a2", REFERENCE), hit=0 if count else 256)
-    assert (found["captures"] > 0) == (found["replays"] > 0) == graphs
+    check_graphs(found, graphs)
 
 
 @pytest.mark.long
@@ -70,4 +89,44 @@ def test_warm_up_before_graphs(family: str, on_npu: Serve, on_cpu: Serve) -> Non
     options = {"dsv4_triton": {"warm_up": "on"}}
     found = on_npu(family, ["plain"], **GRAPHS, max_num_batched_tokens=32, max_num_seqs=4, additional_config=options)
     check_cases(found, on_cpu("a2", REFERENCE))
-    assert found["captures"] > 0 and found["replays"] > 0
+    check_graphs(found, True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("family", "count", "graphs"), [("a2", 0, False), ("a2", 2, True), ("a5", 0, True)], ids=["a2", "a2-drafts", "a5"]
+)
+def test_two_ranks(family: str, count: int, graphs: bool, on_npu: Serve, on_cpu: Serve) -> None:
+    """Tensor parallelism over two devices in processes of their own; the collectives are gloo's."""
+    options = {"tensor_parallel_size": 2, **(GRAPHS if graphs else {}), **drafts(count)}
+    found = on_npu(family, EVERY_CASE, devices=2, **options)
+    check_cases(found, on_cpu("a2", REFERENCE), hit=0 if count else 256)
+    assert len(found["ranks"]) == 2
+    check_graphs(found, graphs)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("count", [0, 2])
+@pytest.mark.parametrize("family", ["a2", "a5"])
+def test_planned_memory(family: str, count: int, dtype: str, graphs: bool, on_npu: Serve) -> None:
+    options = {**PLANNED, **(GRAPHS if graphs else {}), **drafts(count)}
+    check_memory(on_npu(family, ["full", "crowd"], dtype, **options))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("case", "limits", "says"),
+    [
+        ("plain", {"memory_mb": 16}, "NPU out of memory"),
+        ("plain", {"memory_mb": 64}, "NPU out of memory"),
+        ("plain", {**PLANNED, "gpu_memory_utilization": 0.2}, "[Nn]o available memory"),
+        ("starved", {}, "NPU out of memory"),
+    ],
+    ids=["weights", "caches", "planned", "step"],
+)
+def test_too_little_memory(case: str, limits: dict[str, Any], says: str, on_npu: Serve) -> None:
+    """The process ends with a message that says so."""
+    with pytest.raises(AssertionError, match=says):
+        on_npu("a2", [case], **limits)

@@ -1,7 +1,9 @@
 """Allocation and binding of caches, and the calls of metadata builders, in vllm-ascend's manner."""
 
+from copy import copy
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -10,6 +12,7 @@ from dsv4_triton.backend.worker_npu import NpuModelRunner
 from vllm_ascend.attention.dsa_v1 import AscendDSABackend
 from vllm_ascend.attention.utils import AscendCommonAttentionMetadata
 from vllm_ascend.core.kv_cache_interface import AscendMLAAttentionSpec, AscendSlidingWindowMLASpec
+from vllm_ascend.spec_decode.eagle_proposer import AscendEagleProposer
 
 gpu_model_runner.CommonAttentionMetadata = AscendCommonAttentionMetadata
 
@@ -17,7 +20,11 @@ gpu_model_runner.CommonAttentionMetadata = AscendCommonAttentionMetadata
 class NPUModelRunner(NpuModelRunner):
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         self.use_compress = hasattr(vllm_config.model_config.hf_config, "compress_ratios")
+        self._capturing = False
         super().__init__(vllm_config, device)
+        self.attn_backend = AscendDSABackend
+        if vllm_config.speculative_config is not None:
+            self.drafter = AscendEagleProposer(vllm_config, device, self)
 
     def _layer_specs(self, kv_cache_config: Any) -> dict[str, Any]:
         return {
@@ -67,22 +74,63 @@ class NPUModelRunner(NpuModelRunner):
         layers = self.compilation_config.static_forward_context
         return {name: layer for name, layer in layers.items() if hasattr(layer, "get_kv_cache_spec")}
 
-    def _build_attention_metadata(self, *arguments: Any, **named: Any) -> Any:
+    def _determine_batch_execution_and_padding(self, *arguments: Any, **named: Any) -> Any:
+        found = GPUModelRunner._determine_batch_execution_and_padding(self, *arguments, **named)
+        self.batch = found[:2]  # what the drafter goes by
+        return found
+
+    # Without this project's care for the launches of a capture.
+    _warmup_and_capture = GPUModelRunner._warmup_and_capture
+
+    def _dummy_run(self, *arguments: Any, is_graph_capturing: bool = False, **named: Any) -> Any:
+        self._capturing = is_graph_capturing
+        return GPUModelRunner._dummy_run(self, *arguments, is_graph_capturing=is_graph_capturing, **named)
+
+    def _build_attention_metadata(
+        self,
+        num_tokens: int,
+        num_reqs: int,
+        max_query_len: int,
+        num_tokens_padded: int | None = None,
+        num_reqs_padded: int | None = None,
+        for_cudagraph_capture: bool = False,
+        **named: Any,
+    ) -> Any:
+        """Requests of padding have tokens, and no length. Steps of no request are planned as captures are only while a
+        graph is captured."""
+        rows, padded = num_tokens_padded or num_tokens, num_reqs_padded or num_reqs
+        if rows == padded * self.uniform_decode_query_len:
+            starts = self.query_start_loc
+            starts.np[num_reqs : padded + 1] = starts.np[num_reqs] + self.uniform_decode_query_len * np.arange(
+                padded + 1 - num_reqs
+            )
+            starts.copy_to_gpu()
         for groups in self.attn_groups:
             for group in groups:
                 for builder in group.metadata_builders:
-                    _as_called(builder)
-        return GPUModelRunner._build_attention_metadata(self, *arguments, **named)
+                    self._count_apart(builder)
+        self._tokens = num_tokens
+        return GPUModelRunner._build_attention_metadata(
+            self,
+            num_tokens,
+            num_reqs,
+            max_query_len,
+            num_tokens_padded,
+            num_reqs_padded,
+            for_cudagraph_capture=for_cudagraph_capture and self._capturing,
+            **named,
+        )
 
+    def _count_apart(self, builder: Any) -> None:
+        """Let this builder be told of padding apart from tokens."""
+        if "build" in vars(builder):
+            return
+        build = builder.build
 
-def _as_called(builder: Any) -> None:
-    """Let this builder be called with vllm-ascend's further arguments."""
-    if "build" in vars(builder):
-        return
-    build = builder.build
+        def build_apart(common_prefix_len: int, common_attn_metadata: Any) -> Any:
+            assert isinstance(common_attn_metadata, AscendCommonAttentionMetadata)
+            own = copy(common_attn_metadata)
+            own.num_input_tokens, own.num_actual_tokens = own.num_actual_tokens, self._tokens
+            return build(common_prefix_len=common_prefix_len, common_attn_metadata=own)
 
-    def further(common_prefix_len: int, common_attn_metadata: Any, **_: Any) -> Any:
-        assert isinstance(common_attn_metadata, AscendCommonAttentionMetadata)
-        return build(common_prefix_len, common_attn_metadata, common_ratio_to_sas_metadata={})
-
-    builder.build = further
+        builder.build = build_apart
