@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import statistics
 import tempfile
 import time
@@ -89,10 +90,11 @@ class Alone:
 @dataclass
 class Report:
     """What came of it. `wrong` and `errors` say what was wrong; `ties` are answers that leave the expected one where
-    two tokens were equally likely. `rate`: tokens per second under load. `memory`: seconds, and bytes of each process
-    of the server by its name."""
+    two tokens were equally likely. `scheduling` is what the server's log says of it. `rate`: tokens per second under
+    load. `memory`: seconds, and bytes of each process of the server by its name."""
 
     plan: Plan
+    scheduling: str = ""
     seconds: float = 0.0
     rate: float = 0.0
     answers: int = 0
@@ -259,6 +261,12 @@ def metrics(url: str) -> dict[str, float]:
     return found
 
 
+def scheduling(log: str) -> str:
+    """The line of a server's log that says whether it schedules a step while the one before is computed."""
+    found = re.search(r"asynchronous scheduling .*", log)
+    return found[0] if found else ""
+
+
 def measure(
     report: Report, console: Console, interrupts: Interrupts, bar: Callable[[], AbstractContextManager[Progress]]
 ) -> None:
@@ -281,6 +289,7 @@ def measure(
         try:
             interrupts.release()
             wait_until_ready(server, console, interrupts)
+            report.scheduling = scheduling(server.log.read_text(errors="replace"))
             with bar() as show:
                 asyncio.run(
                     drive(
@@ -299,7 +308,7 @@ def measure(
 def table(report: Report) -> Table:
     """What happened, line by line."""
     plan = report.plan
-    title = f"demo checkpoint: {plan.clients} clients for {report.seconds:.0f} s, {plan.drafts} drafts"
+    title = f"demo checkpoint: {plan.clients} clients for {report.seconds:.0f} s; {report.scheduling}"
     result = Table(title=title, box=None, show_header=False)
     rows: dict[str, str] = {
         "answers, compared with those alone": f"{report.answers}",

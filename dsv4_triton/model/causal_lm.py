@@ -106,6 +106,12 @@ class TritonDeepseekV4ForCausalLM(nn.Module):
         self.settings = serving.model
         self._unused = tuple(f"layers.{index}.attn.indexer." for index in sorted(serving.choices.shared_indices))
         logger.info("DeepSeek-V4 in Triton: %s", serving.summary())
+        drafting = vllm_config.speculative_config
+        logger.info(
+            "asynchronous scheduling %s, %d drafts a step",
+            "on" if vllm_config.scheduler_config.async_scheduling else "off",
+            drafting.num_speculative_tokens if drafting else 0,
+        )
         self.model = DeepseekV4Model(vllm_config, serving, f"{prefix}.model" if prefix else "model")
         # The head is held in fp32 and fed fp32: logits are products and sums in fp32, whatever the model's dtype.
         self.lm_head = ParallelLMHead(

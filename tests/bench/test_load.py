@@ -9,7 +9,7 @@ import urllib.request
 import pytest
 
 from dsv4_triton.bench import load
-from dsv4_triton.bench.load import ALONE, HEADS, TAILS, Alone, Plan, Report, judge, metrics, prompts
+from dsv4_triton.bench.load import ALONE, HEADS, TAILS, Alone, Plan, Report, judge, metrics, prompts, scheduling
 
 EXPECTED = Alone([5, 6, 7, 8], [1.0, 1e-5, 1.0, 1.0])
 
@@ -62,3 +62,9 @@ def test_metrics_are_summed_over_engines(monkeypatch: pytest.MonkeyPatch) -> Non
     text = '# HELP x\nvllm:num_requests_running{engine="0"} 1.0\nvllm:num_requests_running{engine="1"} 2.0\nother 5\n'
     monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: io.BytesIO(text.encode()))
     assert metrics("http://127.0.0.1:1") == {"running at the end": 3.0}
+
+
+def test_the_servers_scheduling_is_in_its_log() -> None:
+    log = "INFO [a.py:1] DeepSeek-V4\nINFO [causal_lm.py:110] asynchronous scheduling on, 2 drafts a step\nINFO b\n"
+    assert scheduling(log) == "asynchronous scheduling on, 2 drafts a step"
+    assert scheduling("") == ""
