@@ -99,6 +99,7 @@ class Queues {
     Work work;
     while (take(queue, mark, work)) {
       work();
+      work = nullptr;  // outside of the other lock: what it held may be Python's
     }
   }
 
