@@ -1,5 +1,5 @@
 // Graphs: the work that one thread gives a device while it captures, run again by a replay. A capture begins on one
-// stream; another one takes part as soon as it waits for an event of one that does, and has to be waited for at the end.
+// stream; another takes part as soon as it waits for an event of one that does, and has to be waited for at the end.
 #pragma once
 
 #include "queue.h"
@@ -36,8 +36,8 @@ class Graph {
   }
 
   void add(c10::StreamId stream, Work work) {
-    TORCH_CHECK(holds(stream), "simnpu: work was given to stream ", stream, ", which takes no part in the capture of stream ",
-                origin_, ": it did not wait for an event of the capture");
+    TORCH_CHECK(holds(stream), "simnpu: work was given to stream ", stream, ", which takes no part in the capture of ",
+                "stream ", origin_, ": it did not wait for an event of the capture");
     auto& part = streams_[stream];
     for (auto& memory : part.freed) {
       append(stream, {[memory = std::move(memory)] {
@@ -80,8 +80,8 @@ class Graph {
       }
     }
     for (const auto& [stream, part] : streams_) {
-      TORCH_CHECK(reached[stream] >= part.given, "simnpu: the capture of stream ", origin_, " ends before work of stream ",
-                  stream, ": it did not wait for an event of it");
+      TORCH_CHECK(reached[stream] >= part.given, "simnpu: the capture of stream ", origin_, " ends before work of ",
+                  "stream ", stream, ": it did not wait for an event of it");
     }
   }
 

@@ -120,7 +120,8 @@ class Allocator final : public c10::DeviceAllocator {
 
   static c10::DataPtr hold(Memory* memory) {
     const c10::Device device(kType, memory->device);
-    auto* block = new Block{std::shared_ptr<Memory>(memory), current_streams.at(device.index()), current_capture, false};
+    const auto stream = current_streams.at(device.index());
+    auto* block = new Block{std::shared_ptr<Memory>(memory), stream, current_capture, false};
     return {memory->address, block, &release, device};
   }
 
