@@ -1,8 +1,8 @@
 """One engine in a process of its own, driven through some cases: `python -m tests.npu.serve JSON` prints JSON.
 
 The argument has `checkpoint`, `options` of the engine and the names of `cases` (below); the result has the answers of
-each case as [tokens, log-probabilities, tokens from the prefix cache], and of every rank how many graphs it captured
-and replayed, and bytes of its device's memory: `planned` for all but the caches, where vLLM planned it, `caches`, and
+each case as [tokens, log-probabilities, tokens from the prefix cache], whether steps are scheduled ahead of the one
+that is computed, and of every rank how many graphs it captured and replayed, and bytes of its device's memory: `planned` for all but the caches, where vLLM planned it, `caches`, and
 the most that was allocated in the `start` and in the `steps` after it.
 """
 
@@ -142,6 +142,7 @@ def run(checkpoint: str, options: dict[str, Any], cases: list[str]) -> dict[str,
         started = llm.collective_rpc(after_start) if device == "npu" else []
         result: dict[str, Any] = {name: CASES[name](llm) for name in cases}
         result["device"] = device
+        result["ahead"] = llm.llm_engine.vllm_config.scheduler_config.async_scheduling
         if device == "npu":
             ended = llm.collective_rpc(after_steps)
             result["ranks"] = [start | end for start, end in zip(started, ended, strict=True)]
