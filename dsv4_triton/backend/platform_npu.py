@@ -45,6 +45,17 @@ class NpuPlatform(Platform):
     dist_backend = "hccl"
     simple_compile_backend = "eager"
 
+    def __init__(self) -> None:
+        """ConfigError where torch_npu does not load. vLLM makes one platform in every process, before anything that it
+        imports asks for torch_npu, and also where torch has been told not to load it."""
+        try:
+            import torch_npu  # noqa: F401
+        except Exception as error:  # of the loader, of torch, or of CANN's Python modules
+            raise ConfigError(
+                f"torch_npu is installed but does not load: {error}; is CANN in this shell (source its set_env.sh)? "
+                f"`dsv4-triton doctor` says what is missing"
+            ) from error
+
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float32]
@@ -126,7 +137,13 @@ class NpuPlatform(Platform):
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
+        """Nothing is compiled by torch, and decode steps are graphs. ConfigError for graphs that cannot be captured, in
+        place of which vLLM would make none a little later."""
+        from vllm.config import CompilationMode
+
+        vllm_config.compilation_config.mode = CompilationMode.NONE
         graphs.settle(vllm_config.compilation_config)
+        graphs.check(vllm_config.compilation_config.cudagraph_mode)
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
@@ -146,7 +163,6 @@ class NpuPlatform(Platform):
             raise ConfigError(
                 "VLLM_USE_V2_MODEL_RUNNER is 1, but NPUs are served by vLLM's first model runner; unset it"
             )
-        graphs.check(vllm_config.compilation_config.cudagraph_mode)
         vllm_config.cache_config.block_size = Serving.of(vllm_config).layout.block_size
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "auto":

@@ -12,13 +12,9 @@ from dsv4_triton.config import ConfigError
 
 
 def config(**changed: Any) -> SimpleNamespace:
-    from vllm.config import CUDAGraphMode
-
-    mode = CUDAGraphMode[changed.pop("graphs", "FULL_DECODE_ONLY")]
     return SimpleNamespace(
         model_config=SimpleNamespace(architectures=[changed.pop("architecture", ARCHITECTURE)]),
         use_v2_model_runner=changed.pop("second_runner", False),
-        compilation_config=SimpleNamespace(cudagraph_mode=mode),
     )
 
 
@@ -27,7 +23,6 @@ def config(**changed: Any) -> SimpleNamespace:
     [
         ({"architecture": "LlamaForCausalLM"}, "no LlamaForCausalLM; install vllm-ascend"),
         ({"second_runner": True}, "VLLM_USE_V2_MODEL_RUNNER is 1"),
-        ({"graphs": "FULL_AND_PIECEWISE"}, "is FULL_AND_PIECEWISE: .* it takes FULL_DECODE_ONLY or NONE"),
     ],
 )
 def test_what_cannot_be_served(changed: dict[str, Any], message: str) -> None:
@@ -35,6 +30,16 @@ def test_what_cannot_be_served(changed: dict[str, Any], message: str) -> None:
 
     with pytest.raises(ConfigError, match=message):
         NpuPlatform.check_and_update_config(config(**changed))
+
+
+def test_graphs_of_prefills() -> None:
+    from vllm.config import CUDAGraphMode
+
+    from dsv4_triton.backend.platform_npu import NpuPlatform
+
+    asked = SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE)
+    with pytest.raises(ConfigError, match=r"is FULL_AND_PIECEWISE: .* it takes FULL_DECODE_ONLY or NONE"):
+        NpuPlatform.apply_config_platform_defaults(SimpleNamespace(compilation_config=asked))
 
 
 def test_graphs_need_the_task_queue(monkeypatch: pytest.MonkeyPatch) -> None:
