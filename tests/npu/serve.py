@@ -1,9 +1,10 @@
 """One engine in a process of its own, driven through some cases: `python -m tests.npu.serve JSON` prints JSON.
 
 The argument has `checkpoint`, `options` of the engine and the names of `cases` (below); the result has the answers of
-each case as [tokens, log-probabilities, tokens from the prefix cache], whether steps are scheduled ahead of the one
-that is computed, and of every rank how many graphs it captured and replayed, and bytes of its device's memory: `planned` for all but the caches, where vLLM planned it, `caches`, and
-the most that was allocated in the `start` and in the `steps` after it.
+each case as [tokens, log-probabilities, tokens from the prefix cache], whether steps are scheduled `ahead` of the one
+that is computed, and of every rank how many graphs it captured and replayed, and bytes of its device's memory:
+`planned` for all but the caches, where vLLM planned it, `caches`, and the most that was allocated in the `start` and in
+the `steps` after it.
 """
 
 from __future__ import annotations
