@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dsv4_triton.backend import attention
+from dsv4_triton.backend import attention, prologue
 from dsv4_triton.demo.checkpoint import write_checkpoint
 from tests.model import engine
 from tests.model.conftest import Oracle, teacher_forced
@@ -86,13 +86,14 @@ def test_shared_layers_have_no_indexer_and_no_keys(llm: Any, monkeypatch: pytest
     assert {len(layer.wide_rows.output_sizes) for layer in shared} == {2}
     names = ("indexer_quant_q", "indexer_score", "indexer_topk", "compressor_fold_keys", "compressor_fold")
     for name in names:
-        usual = getattr(attention, name)
+        module = attention if hasattr(attention, name) else prologue
+        usual = getattr(module, name)
 
         def counted(*arguments: Any, _name: str = name, _usual: Any = usual, **named: Any) -> Any:
             calls[_name] += 1
             return _usual(*arguments, **named)
 
-        monkeypatch.setattr(attention, name, counted)
+        monkeypatch.setattr(module, name, counted)
     unused = [layer.caches.index_state.rows for layer in shared]
     buffers = {layer.selection.data_ptr() for layer in layers}
     for rows in unused:
