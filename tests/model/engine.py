@@ -117,7 +117,7 @@ def pages(llm: Any) -> torch.Tensor:
     """The bytes of all cache blocks [blocks, bytes]; all caches are views of it."""
     cache = model(llm).model.layers[0].attn.caches.window.rows
     stride = cache.stride(0) * cache.element_size()
-    raw = torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
+    raw = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(cache.untyped_storage())
     return raw.view(-1, stride)
 
 

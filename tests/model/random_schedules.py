@@ -38,6 +38,12 @@ class Abort(NamedTuple):
     which: int
 
 
+class Preempt(NamedTuple):
+    """So many of the requests that run, the last ones first, as the scheduler does where blocks run out."""
+
+    count: int
+
+
 class Room(NamedTuple):
     """So many cache blocks more than the longest request needs."""
 
@@ -51,7 +57,7 @@ class Steps(NamedTuple):
     tokens: int
 
 
-Event = Arrive | Abort | Room | Steps
+Event = Arrive | Abort | Preempt | Room | Steps
 
 
 def events(prompts: int) -> st.SearchStrategy[list[Event]]:
@@ -61,7 +67,8 @@ def events(prompts: int) -> st.SearchStrategy[list[Event]]:
     )
     steps = st.builds(Steps, st.integers(1, 4), st.integers(1, CHUNK))
     abort, room = st.builds(Abort, st.integers(0, SEQUENCES - 1)), st.builds(Room, st.integers(0, 10))
-    event = st.sampled_from([steps] * 4 + [arrive] * 6 + [abort, room, room]).flatmap(lambda kind: kind)
+    preempt = st.builds(Preempt, st.integers(1, SEQUENCES))
+    event = st.sampled_from([steps] * 4 + [arrive] * 6 + [abort, preempt, room, room]).flatmap(lambda kind: kind)
     return st.integers(1, 60).flatmap(lambda count: st.lists(event, min_size=count, max_size=count))
 
 
@@ -135,6 +142,11 @@ class Driver:
                 del self._living[name]
                 self.llm.llm_engine.abort_request([name])
                 self.seen["aborted"] += 1
+        elif isinstance(event, Preempt):
+            inner = engine.scheduler(self.llm)
+            for _ in range(min(event.count, len(inner.running))):
+                inner._preempt_request(inner.running.pop(), 0.0)
+            inner.prev_step_scheduled_req_ids.clear()  # as vLLM does for requests that may run again in the next step
         elif isinstance(event, Room):
             self._give_back()
             pool = engine.block_pool(self.llm)

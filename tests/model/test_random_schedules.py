@@ -41,12 +41,11 @@ def driver(tiny: Path) -> Iterator[Drivers]:
 
 
 def explore(found: Driver, steps: int) -> None:
-    """So many steps, in which what is meant to happen did; preemptions are rare where drafts shorten answers."""
+    """So many steps, in which what is meant to happen did."""
     found.explore(steps)
     print(f"{found.drafts} drafts: {found.steps} steps, {dict(found.seen)}")
     assert found.steps >= steps
-    assert all(found.seen[what] for what in ("finished", "aborted", "hit")), found.seen
-    assert found.seen["preempted"] or found.drafts
+    assert all(found.seen[what] for what in ("finished", "aborted", "hit", "preempted")), found.seen
 
 
 @pytest.mark.parametrize(("drafts", "steps"), [(0, 1400), (3, 600)])

@@ -62,7 +62,7 @@ def choices() -> Iterator[list[float]]:
     def chosen_entries(scores: torch.Tensor, visible: torch.Tensor, k: int, **named: Any) -> torch.Tensor:
         many = visible > k
         if many.any():
-            hidden = torch.arange(scores.shape[1]) >= visible[:, None]
+            hidden = torch.arange(scores.shape[1], device=scores.device) >= visible[:, None]
             gap(scores.masked_fill(hidden, float("-inf"))[many], k)
         return topk(scores, visible, k, **named)
 
