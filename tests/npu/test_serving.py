@@ -122,7 +122,7 @@ def test_planned_memory(family: str, count: int, dtype: str, graphs: bool, on_np
     ("case", "limits", "says"),
     [
         ("plain", {"memory_mb": 16}, "NPU out of memory"),
-        ("plain", {"memory_mb": 64}, "NPU out of memory"),
+        ("plain", {"memory_mb": 300}, "NPU out of memory"),
         ("plain", {**PLANNED, "gpu_memory_utilization": 0.2}, "[Nn]o available memory"),
         ("starved", {}, "NPU out of memory"),
     ],
