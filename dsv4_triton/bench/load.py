@@ -18,7 +18,7 @@ import statistics
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -231,10 +231,23 @@ async def drive(url: str, pid: int, report: Report, vocab: int, progress: Callab
         report.seconds = time.monotonic() - begin
         report.rate = report.tokens / report.seconds
         report.memory.append((report.seconds, resident(pid)))
+        report.metrics = metrics(url)
         for number, prompt in enumerate(asked):
+            progress(report.seconds / 60, f"alone again: {number} of {len(asked)} requests")
             got = await ask(client, prompt, plan.new_tokens)
             judge(report, expected[number], got, plan.new_tokens, True, f"prompt {number} after the load")
     report.metrics = metrics(url)
+
+
+async def unless_interrupted(work: Coroutine[Any, Any, None], interrupts: Interrupts) -> None:
+    """Do `work`, and cancel it once an interrupt is pending: raised inside the event loop, it would end nothing."""
+    task = asyncio.create_task(work)
+    while not task.done():
+        await asyncio.wait({task}, timeout=0.2)
+        if interrupts.pending:
+            task.cancel()
+    if not task.cancelled():
+        task.result()
 
 
 def resident(pid: int) -> dict[str, int]:
@@ -290,13 +303,14 @@ def measure(
             interrupts.release()
             wait_until_ready(server, console, interrupts)
             report.scheduling = scheduling(server.log.read_text(errors="replace"))
+            interrupts.hold()
             with bar() as show:
-                asyncio.run(
-                    drive(
-                        server.url, server.process.pid, report, settings.vocab - 32,
-                        lambda done, what: show(int(done), round(plan.minutes), what),
-                    )
+                work = drive(
+                    server.url, server.process.pid, report, settings.vocab - 32,
+                    lambda done, what: show(int(done), round(plan.minutes), what),
                 )  # fmt: skip
+                asyncio.run(unless_interrupted(work, interrupts))
+            interrupts.release()
             server.ready()  # ServerFailedError where it has ended
         except ServerFailedError as error:
             raise ServerFailedError("\n".join([str(error), *server.last_lines(12)])) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import urllib.request
@@ -9,7 +10,20 @@ import urllib.request
 import pytest
 
 from dsv4_triton.bench import load
-from dsv4_triton.bench.load import ALONE, HEADS, TAILS, Alone, Plan, Report, judge, metrics, prompts, scheduling
+from dsv4_triton.bench.load import (
+    ALONE,
+    HEADS,
+    TAILS,
+    Alone,
+    Plan,
+    Report,
+    judge,
+    metrics,
+    prompts,
+    scheduling,
+    unless_interrupted,
+)
+from dsv4_triton.demo.serve import Interrupts
 
 EXPECTED = Alone([5, 6, 7, 8], [1.0, 1e-5, 1.0, 1.0])
 
@@ -68,3 +82,21 @@ def test_the_servers_scheduling_is_in_its_log() -> None:
     log = "INFO [a.py:1] DeepSeek-V4\nINFO [causal_lm.py:110] asynchronous scheduling on, 2 drafts a step\nINFO b\n"
     assert scheduling(log) == "asynchronous scheduling on, 2 drafts a step"
     assert scheduling("") == ""
+
+
+def test_an_interrupt_ends_the_load() -> None:
+    """At its next wait, quietly; errors come through."""
+    interrupts, done = Interrupts(), []
+
+    async def client() -> None:
+        interrupts.pending = True
+        await asyncio.sleep(60)
+        done.append("never")
+
+    async def broken() -> None:
+        raise ValueError("no answer")
+
+    asyncio.run(unless_interrupted(client(), interrupts))
+    assert not done
+    with pytest.raises(ValueError, match="no answer"):
+        asyncio.run(unless_interrupted(broken(), Interrupts()))
