@@ -228,6 +228,37 @@ def check_room_for_a_request(architecture: str) -> None:
     kv_cache_utils.get_kv_cache_capacity = checked
 
 
+def check_token_ids(architecture: str) -> None:
+    """Refuse a request to a model of `architecture` with a token id outside of its vocabulary.
+
+    vLLM 0.27.1 looks at the largest id only, and without a tokenizer at none; such an id ends the engine when it is
+    embedded.
+    """
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    check = getattr(InputProcessor, "_validate_model_input", None)
+    if check is None:
+        logger.warning("vLLM has no _validate_model_input: token ids outside of the vocabulary are not refused")
+        return
+    if hasattr(check, "_dsv4_triton_checked"):
+        return
+
+    @wraps(check)
+    def checked(self: Any, prompt: Any, *arguments: Any, **named: Any) -> None:
+        config, ids = self.model_config, prompt.get("prompt_token_ids")
+        if ids and architecture in (config.architectures or ()):
+            for token in (min(ids), max(ids)):
+                if not 0 <= token < config.get_vocab_size():
+                    raise VLLMValidationError(
+                        f"token id {token} is out of the vocabulary, which has {config.get_vocab_size()} tokens"
+                    )
+        check(self, prompt, *arguments, **named)
+
+    checked._dsv4_triton_checked = True  # type: ignore[attr-defined]
+    InputProcessor._validate_model_input = checked
+
+
 def _named(function: str) -> Callable[..., Any]:
     """The function under the name "module:function"."""
     module, name = function.split(":")

@@ -45,6 +45,7 @@ def register() -> None:
         check_draft_first,
         check_first,
         check_room_for_a_request,
+        check_token_ids,
         extend_api_server,
         pin_model,
     )
@@ -55,6 +56,7 @@ def register() -> None:
     check_first(ARCHITECTURE, CONFIG_CHECK)
     check_draft_first(MODEL_TYPE, DRAFT_CHECK)
     check_room_for_a_request(ARCHITECTURE)
+    check_token_ids(ARCHITECTURE)
     extend_api_server(ARCHITECTURE, API_EXTENSION)
 
 

@@ -199,3 +199,26 @@ def test_another_implementation_of_this_model_is_refused_and_of_other_models_is_
     with pytest.raises(ConfigError, match="--model-impl is transformers: "):
         check(SimpleNamespace(model_config=ours, load_config=load))
     check(SimpleNamespace(model_config=SimpleNamespace(architectures=["OtherForCausalLM"], **asked), load_config=load))
+
+
+def test_token_ids_outside_of_the_vocabulary_are_refused_without_a_tokenizer() -> None:
+    """Of this model, where vLLM looks at none; what is refused there for another reason still is."""
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    register()
+    lengths: list[int] = []
+    server = SimpleNamespace(tokenizer=None, _validate_prompt_len=lambda length, kind: lengths.append(length))
+
+    def check(tokens: list[int], architecture: str = ARCHITECTURE) -> None:
+        server.model_config = SimpleNamespace(architectures=[architecture], get_vocab_size=lambda: 512)
+        prompt: Any = {"type": "token", "prompt_token_ids": tokens}
+        InputProcessor._validate_model_input(server, prompt, "decoder")  # type: ignore[arg-type]
+
+    for token in (-1, 512, 1 << 40):
+        with pytest.raises(VLLMValidationError, match=f"token id {token} is out of the vocabulary, which has 512"):
+            check([5, token, 6])
+    check([0, 511, 0])
+    check([])
+    check([512], "OtherForCausalLM")
+    assert lengths == [3, 0, 1]

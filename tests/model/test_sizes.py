@@ -75,7 +75,9 @@ def test_the_longest_request_in_the_smallest_cache(llm: Any, chunk: int) -> None
     assert len(answer) == 4 and len(steps) == math.ceil((CONTEXT - 4) / chunk) + 3
 
 
-@pytest.mark.parametrize(("prompt", "says"), [([5] * CONTEXT, "maximum model length"), ([5, 512], "vocabulary")])
+@pytest.mark.parametrize(
+    ("prompt", "says"), [([5] * CONTEXT, "maximum model length"), ([5, 512], "vocabulary"), ([5, -1], "vocabulary")]
+)
 def test_a_request_that_does_not_fit_is_refused_alone(
     llm: Any, short: list[Truth], prompt: list[int], says: str
 ) -> None:
