@@ -39,7 +39,8 @@ def check(vllm_config: Any) -> None:
     """Check and settle the options of a server inside vllm-ascend, before its platform does; elsewhere nothing.
 
     The block size becomes one that both have page tables for, since vllm-ascend silently takes 32 for any other,
-    graphs those of decode steps, without torch.compile, and the worker vllm-ascend's with this project's warm-up.
+    graphs those of decode steps, and the worker vllm-ascend's with this project's warm-up. The mode of compilation
+    stays, since vllm-ascend makes graphs of drafts in vLLM's only; of this model vLLM compiles nothing in any.
     ConfigError for what cannot be served there.
     """
     if not active():

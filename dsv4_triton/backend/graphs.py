@@ -12,10 +12,9 @@ TASK_QUEUE = "TRITON_ENABLE_TASKQUEUE"
 
 
 def settle(compilation: Any) -> None:
-    """No torch.compile, and graphs of decode steps unless another mode is asked for; `compilation` is vLLM's config."""
-    from vllm.config import CompilationMode, CUDAGraphMode
+    """Graphs of decode steps, unless another mode is asked for; `compilation` is vLLM's config."""
+    from vllm.config import CUDAGraphMode
 
-    compilation.mode = CompilationMode.NONE
     if compilation.cudagraph_mode is None:
         compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
 

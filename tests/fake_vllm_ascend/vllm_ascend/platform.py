@@ -21,6 +21,10 @@ class NPUPlatform(NpuPlatform):
         return "vllm_ascend.attention.dsa_v1.AscendDSABackend"
 
     @classmethod
+    def apply_config_platform_defaults(cls, vllm_config: Any) -> None:
+        """None that a model meets."""
+
+    @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
         cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
         if parallel.worker_cls == "auto":

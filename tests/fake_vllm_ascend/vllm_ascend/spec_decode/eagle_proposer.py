@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
-from vllm.config import CUDAGraphMode
-from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.forward_context import BatchDescriptor, get_forward_context, set_forward_context
 from vllm.v1.spec_decode.eagle import EagleProposer
 
 FURTHER: dict[str, Any] = {"common_ratio_to_sas_metadata": {}}
@@ -32,7 +32,10 @@ class AscendEagleProposer(EagleProposer):
             assert torch.equal(layer.shared_head.head.weight, target.lm_head.weight)
             layer.shared_head.head = target.lm_head
         self._runnable: Any = self._run_merged_draft
-        if self.vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+        compilation = self.vllm_config.compilation_config
+        # Of no other mode of compilation, whether the model is compiled or not.
+        self._graphs = compilation.mode == CompilationMode.VLLM_COMPILE
+        if self._graphs and compilation.cudagraph_mode.has_full_cudagraphs():
             self._runnable = CUDAGraphWrapper(self._run_merged_draft, self.vllm_config, CUDAGraphMode.FULL)
         self._indices = torch.zeros(self.max_num_tokens, dtype=torch.int32, device=self.device)
 
@@ -62,14 +65,17 @@ class AscendEagleProposer(EagleProposer):
             common_attn_metadata,
             num_rejected_tokens_gpu,
         )
-        mode, batch = self.runner.cudagraph_dispatcher.dispatch(tokens, uniform_decode=self.runner.batch[1].uniform)
+        mode, batch = CUDAGraphMode.NONE, BatchDescriptor(tokens)
+        if self._graphs:
+            uniform = self.runner.batch[1].uniform
+            mode, batch = self.runner.cudagraph_dispatcher.dispatch(tokens, uniform_decode=uniform)
         plans = self._plans(common, requests, indices, mode, batch)
         self._indices.zero_()
         self._indices[:requests] = indices
         return self._run(mode, batch, requests, plans)[:requests]
 
     def dummy_run(self, num_tokens: int, **_: Any) -> None:
-        mode, batch = self.runner.batch
+        mode, batch = self.runner.batch if self._graphs else (CUDAGraphMode.NONE, None)
         plans = None
         count = max(num_tokens // (self.num_speculative_tokens + 1), 1)
         if mode == CUDAGraphMode.FULL:
