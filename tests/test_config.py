@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from dsv4_triton.config import ConfigError, IndexCache, ModelSettings, Options, Yarn, resolve
+from dsv4_triton.config import ConfigError, ModelSettings, Yarn
 from dsv4_triton.demo.checkpoint import DemoSettings, model_config
 from dsv4_triton.device import A2, A3, A5, HOST
+from dsv4_triton.options import IndexCache, Options, resolve
 
 DEMO = model_config(DemoSettings())
 FLASH_RATIOS = [0, 0, *[4, 128] * 20, 4, 0]

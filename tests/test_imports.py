@@ -14,11 +14,12 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "dsv4_triton"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-BASE = {"device", "config"}
+BASE = {"device", "config", "options"}
 ALLOWED = {
     "device": set(),
     "hadamard": set(),
-    "config": {"device"},
+    "config": set(),
+    "options": {"device", "config"},
     "reference": {"reference"},
     "compiler": BASE | {"compiler"},
     "parameters": {"device", "parameters"},
@@ -133,7 +134,7 @@ assert loaded is None or not loaded.is_installed(), "an import installed the hos
     [
         ((), {"torch", "triton", "vllm", "torch_npu", "transformers", "numpy"}),
         (
-            ("device", "config", "console", "cli_bench", "cli", "doctor", "demo"),
+            ("device", "config", "options", "console", "cli_bench", "cli", "doctor", "demo"),
             {"torch", "triton", "vllm", "torch_npu", "transformers"},
         ),
         (("reference",), {"triton", "vllm", "torch_npu", "transformers"}),

@@ -12,7 +12,8 @@ import torch
 
 from dsv4_triton.backend import ascend_contract, graphs
 from dsv4_triton.backend.geometry import Pages
-from dsv4_triton.config import ConfigError, ModelSettings, Options, check_block_size, resolve_geometry
+from dsv4_triton.config import ConfigError, ModelSettings
+from dsv4_triton.options import Options, check_block_size, resolve_geometry
 
 WORKER_CLASS = "dsv4_triton.backend.worker_ascend.AscendWorker"
 FOREIGN = {

@@ -24,8 +24,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dsv4_triton.config import HEAD_DIM, INDEX_DIM, WINDOW, Choices, Geometry
+from dsv4_triton.config import HEAD_DIM, INDEX_DIM, WINDOW
 from dsv4_triton.device import IndexFormat, RowFormat
+from dsv4_triton.options import Choices, Geometry
 
 RECORD_BYTES = 640
 """Row of the fp8 record format: 64 bf16 RoPE values, 448 e4m3 values, 7 e8m0 scales, padding."""

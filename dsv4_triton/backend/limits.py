@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dsv4_triton.backend import ascend, installation
-from dsv4_triton.config import ConfigError, ModelSettings, Options
+from dsv4_triton.config import ConfigError, ModelSettings
+from dsv4_triton.options import Options
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -9,8 +9,9 @@ import torch
 
 from dsv4_triton.backend import ascend
 from dsv4_triton.backend.geometry import Layout, layout
-from dsv4_triton.config import Choices, ConfigError, ModelSettings, Options, resolve
+from dsv4_triton.config import ConfigError, ModelSettings
 from dsv4_triton.device import Family, RowFormat, family_of
+from dsv4_triton.options import Choices, Options, resolve
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

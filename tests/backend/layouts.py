@@ -10,9 +10,10 @@ import torch
 from dsv4_triton.backend.caches import CacheLayer, LayerCaches
 from dsv4_triton.backend.geometry import Layout, layout
 from dsv4_triton.backend.metadata import StepPlanner
-from dsv4_triton.config import ModelSettings, Options, resolve
+from dsv4_triton.config import ModelSettings
 from dsv4_triton.demo.checkpoint import DemoSettings, model_config
 from dsv4_triton.device import HOST, RowFormat
+from dsv4_triton.options import Options, resolve
 
 DEMO_RATIOS = (0, 4, 128, 4, 128, 0)
 FLASH_RATIOS = (0, 0, *(4, 128) * 20, 4)

@@ -11,7 +11,7 @@ import torch
 from dsv4_triton.backend.caches import IndexKeyCache, LayerCaches
 from dsv4_triton.backend.geometry import Layout
 from dsv4_triton.backend.metadata import StepPlanner
-from dsv4_triton.config import IndexCache
+from dsv4_triton.options import IndexCache
 from tests.backend.layouts import FLASH_RATIOS, caches_of, layout_of, server_config
 
 KIB = 1024

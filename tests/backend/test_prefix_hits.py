@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dsv4_triton.config import Geometry
+from dsv4_triton.options import Geometry
 from tests.backend.layouts import layout_of, server_config
 from tests.backend.test_geometry import packed
 

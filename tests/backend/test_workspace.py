@@ -20,11 +20,11 @@ from dsv4_triton.backend.workspace import (
     step_workspace,
 )
 from dsv4_triton.bench.registry.models import MODELS
-from dsv4_triton.config import BLOCK_SIZES, Choices, Geometry
 from dsv4_triton.device import A2, A5, HOST, Family
 from dsv4_triton.kernels._workspace import workspace_bytes
 from dsv4_triton.kernels.indexer_topk import indexer_topk_workspace
 from dsv4_triton.kernels.o_proj import o_proj_workspace
+from dsv4_triton.options import BLOCK_SIZES, Choices, Geometry
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -15,8 +15,9 @@ from dsv4_triton.bench.registry.compare import Tolerance, compare
 from dsv4_triton.bench.registry.make import Maker
 from dsv4_triton.bench.registry.models import Model
 from dsv4_triton.bench.registry.steps import Step
-from dsv4_triton.config import BLOCK_SIZES, Choices, Geometry, ModelSettings
+from dsv4_triton.config import ModelSettings
 from dsv4_triton.device import Family
+from dsv4_triton.options import BLOCK_SIZES, Choices, Geometry
 
 EAGER = "eager"
 """The baseline every case has: its reference in plain PyTorch."""
