@@ -112,7 +112,7 @@ def starved(llm: Any) -> Answers:
 
 
 CASES: dict[str, Callable[[Any], Any]] = {
-    case.__name__: case for case in (plain, chunked, full, prefix, crowd, preempted, drafted)
+    case.__name__: case for case in (plain, chunked, full, prefix, crowd, preempted, drafted, starved)
 }
 
 
