@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from vllm import envs
+from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
 from vllm.utils.mem_utils import MemorySnapshot
 from vllm.utils.torch_utils import set_random_seed
@@ -78,6 +80,18 @@ class NpuWorker(Worker):
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[None]:
         """Memory pools are for vLLM's sleep mode, which it refuses on this platform."""
         return nullcontext()
+
+    def determine_available_memory(self) -> int:
+        """Bytes for the caches: vLLM's plan, less what graphs of steps hold, which vLLM measures on GPUs alone."""
+        available = super().determine_available_memory()
+        graphs = self.vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
+        if self.cache_config.kv_cache_memory_bytes or not graphs or not envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS:
+            return available
+        held = self.model_runner.profile_cudagraph_memory()
+        self.cudagraph_memory_estimate = held
+        self.peak_activation_memory += held
+        self.available_kv_cache_memory_bytes -= held
+        return available - held
 
     def compile_or_warm_up_model(self) -> Any:
         """Compile what requests can ask for, before graphs are captured."""
