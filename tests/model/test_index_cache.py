@@ -8,11 +8,12 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -193,3 +194,25 @@ def test_speculation(engines: tuple[Any, Any], alone: list[Answer]) -> None:
             engine.chunks_of(drafting, chunk),
         ):
             check_same(engine.generate(drafting, POOL, TOKENS), alone)
+
+
+class OneAfterTheOther:
+    """In the place of a second stream on the host, where work is done when it is given."""
+
+    def beside(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def mark(self) -> None: ...
+
+    def wait_for(self, event: None) -> None: ...
+
+
+def test_a_prologue_on_two_streams_gives_the_same_bits(
+    llm: Any, alone: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for layer in engine.model(llm).model.layers:
+        monkeypatch.setattr(layer.attn, "side", OneAfterTheOther())
+    for tokens, (ids, logprobs, _) in zip(POOL, alone, strict=True):
+        engine.forget(llm)
+        ((found, others, _),) = engine.generate(llm, [tokens], TOKENS)
+        assert found == ids and torch.equal(others, logprobs)
