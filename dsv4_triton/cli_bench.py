@@ -369,7 +369,7 @@ def load(
     drafts: Annotated[int, typer.Option(min=0, max=3, help="Tokens that the MTP block drafts, 0: no speculation.")] = 2,
     new_tokens: Annotated[int, typer.Option(min=2, max=256, help="Longest answer.")] = 64,
     leaving: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of clients that go away early.")] = 0.15,
-    cache_mib: Annotated[int, typer.Option(min=8, help="Memory of the KV cache, MiB: little makes preemption.")] = 64,
+    cache_mib: Annotated[int, typer.Option(min=8, help="Memory of the KV cache, MiB: little makes preemption.")] = 256,
     seed: Annotated[int, typer.Option(help="Of prompts, lengths and departures.")] = 0,
     json: JsonFile = None,
 ) -> None:

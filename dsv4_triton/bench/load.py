@@ -75,7 +75,7 @@ class Plan:
     drafts: int = 2
     new_tokens: int = 64
     leaving: float = 0.15
-    cache_mib: int = 64
+    cache_mib: int = 256
     seed: int = 0
 
 
@@ -298,7 +298,8 @@ def measure(
             speculation = {"method": "mtp", "num_speculative_tokens": plan.drafts}
             command += ["--speculative-config", json.dumps(speculation)]
         interrupts.hold()
-        server = Server(command, port=port, log=Path(folder) / "server.log")
+        # Where it is set it decides on the cache's size, whatever the command says.
+        server = Server(command, port=port, log=Path(folder) / "server.log", unset=("VLLM_CPU_KVCACHE_SPACE",))
         try:
             interrupts.release()
             wait_until_ready(server, console, interrupts)

@@ -13,7 +13,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -52,9 +52,12 @@ def server_command(directory: Path, *, dtype: str, port: int) -> list[str]:
 
 
 class Server:
-    """A `vllm serve` process with its children in a process group of their own, its output in a log file."""
+    """A `vllm serve` process with its children in a process group of their own, its output in a log file.
 
-    def __init__(self, command: list[str], *, port: int, log: Path) -> None:
+    Its environment is SERVER_ENV and this process's own, without the variables in `unset`.
+    """
+
+    def __init__(self, command: list[str], *, port: int, log: Path, unset: Sequence[str] = ()) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         with log.open("wb") as output:
@@ -63,7 +66,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**SERVER_ENV, **os.environ},
+                env={name: value for name, value in {**SERVER_ENV, **os.environ}.items() if name not in unset},
                 start_new_session=True,
             )
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import sys
 import urllib.request
+from pathlib import Path
 
 import pytest
 
@@ -23,7 +25,7 @@ from dsv4_triton.bench.load import (
     scheduling,
     unless_interrupted,
 )
-from dsv4_triton.demo.serve import Interrupts
+from dsv4_triton.demo.serve import Interrupts, Server
 
 EXPECTED = Alone([5, 6, 7, 8], [1.0, 1e-5, 1.0, 1.0])
 
@@ -100,3 +102,13 @@ def test_an_interrupt_ends_the_load() -> None:
     assert not done
     with pytest.raises(ValueError, match="no answer"):
         asyncio.run(unless_interrupted(broken(), Interrupts()))
+
+
+def test_a_server_without_a_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Neither from this process nor from what servers get by default."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
+    show = [sys.executable, "-c", "import os; print(*os.environ)"]
+    server = Server(show, port=1, log=tmp_path / "log", unset=("VLLM_CPU_KVCACHE_SPACE",))
+    server.process.wait(60)
+    names = server.log.read_text().split()
+    assert "HF_HUB_OFFLINE" in names and "VLLM_CPU_KVCACHE_SPACE" not in names
