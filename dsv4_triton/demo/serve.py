@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -73,12 +74,17 @@ class Server:
     def ready(self) -> bool:
         """Whether it answers; ServerFailedError once the process has ended."""
         if (status := self.process.poll()) is not None:
-            raise ServerFailedError(f"the server ended with status {status}")
+            raise ServerFailedError(f"the server ended with status {status}{self._cause()}")
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
                 return bool(answer.status == 200)
         except (urllib.error.URLError, OSError):
             return False
+
+    def _cause(self) -> str:
+        """The first exception of the log, which is the engine's: the last one says that an engine did not start."""
+        found = re.search(r"\b\w*Error: .+", self.log.read_text(errors="replace"))
+        return f"; {found[0]}" if found else ""
 
     def last_lines(self, count: int) -> list[str]:
         return self.log.read_text(errors="replace").splitlines()[-count:]
@@ -253,7 +259,7 @@ def _talk(server: Server, console: Any, say: Callable[..., None], interrupts: In
     say("Talk to it:")
     say(f"  {curl_command(server)}")
     say("Ctrl-C stops the server.")
-    while (status := server.process.poll()) is None:
+    while server.process.poll() is None:
         interrupts.check()
         time.sleep(0.2)
-    raise ServerFailedError(f"the server ended with status {status}")
+    server.ready()  # ServerFailedError: it has ended
