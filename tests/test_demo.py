@@ -247,8 +247,6 @@ def test_server_that_ends_is_reported(tmp_path: Path) -> None:
 
 def test_the_cause_of_an_end_is_the_first_exception(tmp_path: Path) -> None:
     log = "print('(Engine) ERROR ValueError: no room for 1024 tokens'); raise RuntimeError('engine did not start')"
-        "print('(Engine pid=7) ERROR ValueError: no room for 1024 tokens'); raise RuntimeError('engine did not start')"
-    )
     server = serve.Server([sys.executable, "-uc", log], port=serve.free_port(), log=tmp_path / "log")
     server.process.wait()
     with pytest.raises(serve.ServerFailedError, match="with status 1; ValueError: no room for 1024 tokens$"):
