@@ -249,7 +249,7 @@ def test_the_cause_of_an_end_is_the_first_exception(tmp_path: Path) -> None:
     log = "print('(Engine) ERROR ValueError: no room for 1024 tokens'); raise RuntimeError('engine did not start')"
     server = serve.Server([sys.executable, "-uc", log], port=serve.free_port(), log=tmp_path / "log")
     server.process.wait()
-    with pytest.raises(serve.ServerFailedError, match="with status 1; ValueError: no room for 1024 tokens$"):
+    with pytest.raises(serve.ServerFailedError, match=r"with status 1; ValueError: no room for 1024 tokens$"):
         server.ready()
     server.stop()
 
