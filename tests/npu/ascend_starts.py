@@ -1,80 +1,38 @@
-"""What configurations inside vllm-ascend come to, one after the other: `python -m tests.npu.ascend_starts CHECKPOINT`.
+"""What configurations inside vllm-ascend come to, one after the other: `python -m tests.npu.ascend_starts JSON`.
 
-Prints JSON with the block size, or the message, of every case. No engine is started.
+Argument and output are those of `tests.npu.starts`. No engine is started.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
-import torch
+from tests.npu.starts import Results, message_of, ours, settled, show, start, starts
 
-
-@contextmanager
-def instead(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`owner.name` is `value` meanwhile."""
-    usual = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, usual)
-
-
-def message_of(action: Callable[[], Any]) -> Any:
-    """What the action returns, or the message it ends with."""
-    try:
-        return action()
-    except Exception as error:
-        return str(error)
+CASES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "blocks of 32": {"block_size": 32},
+    "blocks of 256": {"block_size": 256},
+    "fine": ours(geometry="fine"),
+    "context parallel": {"additional_config": {"enable_dsa_cp": True}},
+    "head apart": {"additional_config": {"finegrained_tp_config": {"lmhead_tensor_parallel_size": 2}}},
+    "not set": {"additional_config": {"finegrained_tp_config": {}, "xlite_graph_config": {"full_mode": True}}},
+    "pieces": {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}},
+}
 
 
-def settled(checkpoint: str, **options: Any) -> Any:
-    """vLLM's config of a server with these options."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    options = {"dtype": "float32", "max_model_len": 512, **options}
-    return EngineArgs(checkpoint, **options).create_engine_config()
+def modes(checkpoint: str) -> Results:
+    """Of graphs."""
+    for name, options in {"graphs": {}, "eager": {"enforce_eager": True}}.items():
+        yield name, settled(checkpoint, **options).compilation_config.cudagraph_mode.name
 
 
-def start(checkpoint: str, **options: Any) -> tuple[int, str]:
-    """Its block size and worker."""
-    config = settled(checkpoint, **options)
-    return config.cache_config.block_size, config.parallel_config.worker_cls
-
-
-def graphs(checkpoint: str, **options: Any) -> str:
-    """Its mode of graphs."""
-    return settled(checkpoint, **options).compilation_config.cudagraph_mode.name
-
-
-def starts(checkpoint: str) -> Iterator[tuple[str, Any]]:
-    def ours(**options: Any) -> dict[str, Any]:
-        return {"additional_config": {"dsv4_triton": options}}
-
-    cases: dict[str, dict[str, Any]] = {
-        "default": {},
-        "blocks of 32": {"block_size": 32},
-        "blocks of 256": {"block_size": 256},
-        "fine": ours(geometry="fine"),
-        "context parallel": {"additional_config": {"enable_dsa_cp": True}},
-        "head apart": {"additional_config": {"finegrained_tp_config": {"lmhead_tensor_parallel_size": 2}}},
-        "not set": {"additional_config": {"finegrained_tp_config": {}, "xlite_graph_config": {"full_mode": True}}},
-        "pieces": {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}},
-    }
-    for name, options in cases.items():
-        yield name, message_of(lambda options=options: start(checkpoint, **options))
-    yield "graphs", message_of(lambda: graphs(checkpoint))
-    yield "eager", message_of(lambda: graphs(checkpoint, enforce_eager=True))
-
-
-def contract(checkpoint: str) -> Iterator[tuple[str, Any]]:
+def contract(checkpoint: str) -> Results:
     import vllm_ascend.core.kv_cache_interface as interface
     import vllm_ascend.utils
     from vllm.v1.core import kv_cache_utils as planning
@@ -113,24 +71,23 @@ def contract(checkpoint: str) -> Iterator[tuple[str, Any]]:
         ("not replaced", planning, "group_and_unify_kv_cache_specs", of_vllm),
         ("other signature", vllm_ascend.utils, "enable_dsa_cp", lambda config: False),
     ):
-        with instead(owner, what, value):
+        with patch.object(owner, what, value):
             yield name, message_of(check)
-    with instead(planning, "group_and_unify_kv_cache_specs", of_vllm):
-        yield "start", message_of(lambda: start(checkpoint))
-    yield "another config", message_of(lambda: check(SimpleNamespace(model_type="deepseek_v5")))
+    with patch.object(planning, "group_and_unify_kv_cache_specs", of_vllm):
+        yield "start", message_of(start, checkpoint)
+    yield "another config", message_of(check, SimpleNamespace(model_type="deepseek_v5"))
     runner.use_compress = False
-    yield "not compressed", message_of(lambda: check_runner(runner))
+    yield "not compressed", message_of(check_runner, runner)
     runner.use_compress, runner.attn_backend = True, dsa_v1.AscendDSABackend
     yield "kept", message_of(lambda: check_runner(runner) or check())
-    with instead(dsa_v1, "AscendDSAMetadataBuilder", FewerArguments):
-        yield "other calls", message_of(lambda: check_runner(runner))
-    with instead(runner, "attn_backend", OtherShape):
-        yield "other shape", message_of(lambda: check_runner(runner))
+    with patch.object(dsa_v1, "AscendDSAMetadataBuilder", FewerArguments):
+        yield "other calls", message_of(check_runner, runner)
+    with patch.object(runner, "attn_backend", OtherShape):
+        yield "other shape", message_of(check_runner, runner)
     runner.drafter = object()
-    yield "other drafter", message_of(lambda: check_runner(runner))
+    yield "other drafter", message_of(check_runner, runner)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    found = {**dict(starts(sys.argv[1])), **dict(contract(sys.argv[1]))}
-    print(json.dumps(found), flush=True)
+    checkpoint = json.loads(sys.argv[1])["checkpoint"]
+    show(starts(checkpoint, CASES), modes(checkpoint), contract(checkpoint))

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -103,10 +100,7 @@ def test_inside_the_real_vllm_ascend(
 
 def test_starts(simulated_npu: Path, checkpoint: Callable[[str], Path]) -> None:
     """Options and versions that cannot be served there end the start with their reason; the rest is settled."""
-    command = [sys.executable, "-m", "tests.npu.ascend_starts", str(checkpoint("float32"))]
-    run = subprocess.run(command, env=environment(simulated_npu), cwd=simnpu.ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-4000:]
-    found = json.loads(run.stdout.strip().splitlines()[-1])
+    found = serve(environment(simulated_npu), "tests.npu.ascend_starts", checkpoint=str(checkpoint("float32")))
     assert found["default"] == found["not set"] == [128, WORKER_CLASS] and found["blocks of 32"] == [32, WORKER_CLASS]
     assert found["graphs"] == "FULL_DECODE_ONLY" and found["eager"] == "NONE"
     known = "Known to work: vllm-ascend main of 22 August 2026 \\(commit 182b75ea\\) with vLLM 0.27.1"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 from dsv4_triton.backend.plugin import PLATFORM_VARIABLE
 from tests import simnpu
 from tests.model import engine
-from tests.npu.conftest import CHIPS
+from tests.npu.conftest import CHIPS, serve
 from tests.npu.test_ascend import FAKE_ASCEND
 
 
@@ -29,9 +28,7 @@ def on_a2(library: Path) -> dict[str, str]:
 
 
 def test_starts(simulated_npu: Path, checkpoint: Callable[[str], Path]) -> None:
-    found = run(on_a2(simulated_npu), "-m", "tests.npu.starts", str(checkpoint("float32")))
-    assert found.returncode == 0, found.stderr[-4000:]
-    results = json.loads(found.stdout.strip().splitlines()[-1])
+    results = serve(on_a2(simulated_npu), "tests.npu.starts", checkpoint=str(checkpoint("float32")))
     assert results["default"] == [256, "dsv4_triton.backend.worker_npu.NpuWorker"]
     for name, says in {
         "e4m3 keys": "index_format is 'e4m3', which family 'a2' has no instructions for",
