@@ -3,9 +3,10 @@
 Formula per token: `x = kv * rsqrt(mean(kv^2 over 512) + eps) * weight`, rounded to `kv`'s dtype; the last 64 features
 are rotated in fp32 and rounded again; with fake_quant the first 448 pass through the fp8 simulation (`_fake_quant`).
 The row goes to `slots[t] = block * R + offset` of the cache, as it is or as an fp8 record (`_rows`).
-Grid: vector cores, each with a contiguous share of the tokens. Where shares are long (prefill) they are walked in runs:
-up to RUN tokens of consecutive positions and slots within one block are one tile. Otherwise, and for records, rows go
-one by one. UB: about `RUN * 512 * 19` bytes on A2 (bf16), twice that for fake_quant.
+Grid: vector cores, each with a contiguous share of the tokens. Where shares are long they are walked in tiles of RUN
+tokens. A tile whose positions and slots follow one another, within one block, is one transfer to the cache; any other
+is normed and rotated as a whole, too, and then stored row by row. Records, and short shares, go one by one.
+UB: about `RUN * 512 * 19` bytes on A2 (bf16), twice that for fake_quant.
 Source: kv path of the DeepSeek-V4 reference attention.
 """
 
@@ -20,7 +21,7 @@ from dsv4_triton.autotune.space import Choices, Key, Space, buffering
 from dsv4_triton.device import Family, family_of
 from dsv4_triton.kernels._checks import FLOATS, check_filled, check_tensor
 from dsv4_triton.kernels._fake_quant import fp8_sim64
-from dsv4_triton.kernels._lang import extract_slice
+from dsv4_triton.kernels._lang import extract_slice, insert_slice
 from dsv4_triton.kernels._rope import HALF, load_cos_sin, rotate
 from dsv4_triton.kernels._rows import HEAD_DIM, check_rows, is_record, record_views, store_record
 
@@ -59,42 +60,59 @@ def _insert_row(
 
 @triton.jit
 def _insert_tile(
-    kv_ptr, kv_stride, weight, cos_sin_ptr, cache_ptr, token, position, target, count, eps,
-    ROWS: tl.constexpr, D: tl.constexpr, FAKE_QUANT: tl.constexpr,
+    kv_ptr, kv_stride, weight, positions_ptr, cos_sin_ptr, cache_ptr, slots_ptr, token, count, block_stride, eps,
+    R: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, FAKE_QUANT: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """`count` up to ROWS tokens at consecutive positions, to consecutive rows from offset `target` of the cache on."""
+    """`count` up to ROWS tokens from `token` on. TOGETHER: a tile of which `_is_run` is true."""
     PLAIN: tl.constexpr = D - 2 * HALF
     dtype = kv_ptr.dtype.element_ty
-    row = tl.arange(0, ROWS)[:, None]
+    row = tl.arange(0, ROWS)
     column = tl.arange(0, D)[None, :]
     lane = tl.arange(0, HALF)[None, :]
     live = row < count
-    angle = cos_sin_ptr + position.to(tl.int64) * (2 * HALF) + row * (2 * HALF) + lane
-    cos = tl.load(angle, mask=live, other=0.0)
-    sin = tl.load(angle + HALF, mask=live, other=0.0)
     source = kv_ptr + tl.cast(token, tl.int64) * kv_stride
-    x = tl.load(source + row * kv_stride + column, mask=live, other=0.0).to(tl.float32)
+    x = tl.load(source + row[:, None] * kv_stride + column, mask=live[:, None], other=0.0).to(tl.float32)
     x = (x * tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / D) + eps)[:, None] * weight[None, :]).to(dtype)
     a = extract_slice(x, (0, PLAIN), (ROWS, HALF), (1, 1)).to(tl.float32)
     b = extract_slice(x, (0, PLAIN + HALF), (ROWS, HALF), (1, 1)).to(tl.float32)
-    a, b = rotate(a, b, cos, sin)
     if FAKE_QUANT:
         x = tl.reshape(fp8_sim64(tl.reshape(x.to(tl.float32), (ROWS * D // 64, 64))), (ROWS, D)).to(dtype)
-    at = cache_ptr + target + row * D
-    tl.store(at + column, x, mask=live & (column < PLAIN))
-    tl.store(at + PLAIN + lane, a.to(dtype), mask=live)
-    tl.store(at + PLAIN + HALF + lane, b.to(dtype), mask=live)
+    if TOGETHER:
+        position = tl.load(positions_ptr + token)
+        slot = tl.load(slots_ptr + token)
+        angle = cos_sin_ptr + tl.cast(position, tl.int64) * (2 * HALF) + row[:, None] * (2 * HALF) + lane
+        at = cache_ptr + (tl.cast(slot // R, tl.int64) * block_stride + slot % R * D) + row[:, None] * D
+    else:
+        position = tl.maximum(tl.load(positions_ptr + token + row, mask=live, other=0), 0).to(tl.int64)
+        angle = cos_sin_ptr + (position * (2 * HALF))[:, None] + lane
+    live = live[:, None]
+    cos = tl.load(angle, mask=live, other=0.0)
+    sin = tl.load(angle + HALF, mask=live, other=0.0)
+    a, b = rotate(a, b, cos, sin)
+    x = insert_slice(x, a.to(dtype), (0, PLAIN), (ROWS, HALF), (1, 1))
+    x = insert_slice(x, b.to(dtype), (0, PLAIN + HALF), (ROWS, HALF), (1, 1))
+    if TOGETHER:
+        tl.store(at + column, x, mask=live)
+    else:
+        for i in range(count):
+            to = tl.load(slots_ptr + token + i)
+            if (to >= 0) & (tl.load(positions_ptr + token + i) >= 0):
+                at = cache_ptr + (tl.cast(to // R, tl.int64) * block_stride + to % R * D)
+                tl.store(at + column, extract_slice(x, (i, 0), (1, D), (1, 1)))
 
 
 @triton.jit
-def _run_from(slots_ptr, positions_ptr, token, end, slot, position, R: tl.constexpr, RUN: tl.constexpr):
-    """Tokens from `token` on, at most RUN and before `end`, that have consecutive positions and slots in one block."""
-    row = tl.arange(0, RUN)
-    limit = tl.minimum(tl.minimum(end - token, RUN), R - slot % R)
-    slots = tl.load(slots_ptr + token + row, mask=row < limit, other=0)
-    positions = tl.load(positions_ptr + token + row, mask=row < limit, other=0)
+def _is_run(slots_ptr, positions_ptr, token, count, R: tl.constexpr, ROWS: tl.constexpr):
+    """Whether the `count` tokens from `token` on have consecutive positions and slots, these in one block."""
+    row = tl.arange(0, ROWS)
+    live = row < count
+    slot = tl.load(slots_ptr + token)
+    position = tl.load(positions_ptr + token)
+    slots = tl.load(slots_ptr + token + row, mask=live, other=0)
+    positions = tl.load(positions_ptr + token + row, mask=live, other=0)
     drift = tl.abs((slots - row - slot).to(tl.float32)) + tl.abs((positions - row - position).to(tl.float32))
-    return tl.minimum(limit, tl.min(tl.where(drift == 0.0, RUN * 1.0, row.to(tl.float32)), axis=0).to(tl.int32))
+    together = tl.max(tl.where(live, drift, 0.0), axis=0) == 0.0
+    return together & (slot >= 0) & (position >= 0) & (slot % R + count <= R)
 
 
 @triton.jit
@@ -121,7 +139,7 @@ def insert_tokens(
     R: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, FAKE_QUANT: tl.constexpr, RECORD: tl.constexpr,
     RUN: tl.constexpr,
 ):  # fmt: skip
-    """Insert the tokens from `start` to before `end`, in runs of up to RUN.
+    """Insert the tokens from `start` to before `end`, RUN at a time.
 
     `block_stride` and ROW, the width of a row, are in cache elements, or in bytes for records.
     """
@@ -137,19 +155,18 @@ def insert_tokens(
                     D, FAKE_QUANT, RECORD,
                 )  # fmt: skip
     else:
-        token = start
-        while token < end:
-            slot = tl.load(slots_ptr + token)
-            position = tl.load(positions_ptr + token)
-            count = 1
-            if (slot >= 0) & (position >= 0):
-                count = _run_from(slots_ptr, positions_ptr, token, end, slot, position, R, RUN)
-                target = tl.cast(slot // R, tl.int64) * block_stride + slot % R * ROW
+        for token in range(start, end, RUN):
+            count = tl.minimum(end - token, RUN)
+            if _is_run(slots_ptr, positions_ptr, token, count, R, RUN):
                 _insert_tile(
-                    kv_ptr, kv_stride, weight, cos_sin_ptr, cache_ptr, token, position, target, count, eps,
-                    RUN, D, FAKE_QUANT,
+                    kv_ptr, kv_stride, weight, positions_ptr, cos_sin_ptr, cache_ptr, slots_ptr, token, count,
+                    block_stride, eps, R, RUN, D, FAKE_QUANT, True,
                 )  # fmt: skip
-            token += count
+            else:
+                _insert_tile(
+                    kv_ptr, kv_stride, weight, positions_ptr, cos_sin_ptr, cache_ptr, slots_ptr, token, count,
+                    block_stride, eps, R, RUN, D, FAKE_QUANT, False,
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T", "block_stride"])

@@ -110,6 +110,18 @@ def test_runs_break_at_pages_and_where_slots_or_positions_jump():
     assert_close(got, expected, **TOLERANCE[torch.float32])
 
 
+@pytest.mark.parametrize("what", ["slot", "position"])
+def test_tiles_that_are_almost_runs(what):
+    """A jump by one within a tile, after its first token or before its last, and a run that begins at -1."""
+    tokens = 4 * MANY
+    values = torch.arange(tokens, dtype=torch.int32)
+    for jump in (values + (values >= RUN - 1).int() + (values >= 2 * RUN).int(), values - 1):
+        slots, positions = (jump, values) if what == "slot" else (values, jump)
+        cache = pages(2 * tokens // RUN + 2, RUN, 512, torch.float32)
+        got, expected = run(torch.randn(tokens, 512), torch.randn(512), positions, slots, cache)
+        assert_close(got, expected, **TOLERANCE[torch.float32])
+
+
 def test_offsets_beyond_two_to_the_31():
     """Three pages 2^30 values apart in memory that is never touched in between."""
     stride = 2**30

@@ -17,7 +17,7 @@ from dsv4_triton.bench.registry.case import Entry, Inputs, Job, Minimum, Shape, 
 from dsv4_triton.bench.registry.compare import BF16_ROUNDING, Tolerance
 from dsv4_triton.bench.registry.make import Maker
 from dsv4_triton.bench.registry.models import Model
-from dsv4_triton.bench.registry.steps import KI, Step, by_context, by_tokens, decode
+from dsv4_triton.bench.registry.steps import KI, Step, by_context, by_slots, by_tokens, decode
 from dsv4_triton.config import HEAD_DIM, INDEX_DIM, ROPE_DIM, WINDOW
 from dsv4_triton.device import RowFormat
 
@@ -84,7 +84,7 @@ def _minimum_q(job: Job) -> Minimum:
 
 def _kv_shapes(model: Model) -> list[Shape]:
     variants = ("", "fake-quant")
-    return of_each_geometry([Shape(step, variant) for step in by_context(model, 32 * KI) for variant in variants])
+    return of_each_geometry([Shape(step, variant) for step in by_slots(model) for variant in variants])
 
 
 def _build_kv(job: Job, make: Maker) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def _build_kv(job: Job, make: Maker) -> dict[str, Any]:
 def _latent_shapes(model: Model) -> list[Shape]:
     """The kinds of layers: c4 layers have two compressors whose rows go to their states, c128 layers one."""
     kinds = ("window", "c4", "c128")
-    return of_each_geometry([Shape(step, kind) for step in by_context(model, 32 * KI) for kind in kinds])
+    return of_each_geometry([Shape(step, kind) for step in by_slots(model) for kind in kinds])
 
 
 def _build_latent(job: Job, make: Maker) -> dict[str, Any]:

@@ -106,3 +106,10 @@ def by_context(model: Model, *contexts: int, chunk: bool = False) -> tuple[Step,
         return _DEMO
     steps = [decode(b, context) for context in contexts for b in _BATCHES]
     return (*steps, prefill(contexts[0] if chunk else None))
+
+
+def by_slots(model: Model) -> tuple[Step, ...]:
+    """For ops that write a row of a cache for each token: a decode step of 4,096 requests, too, whose slots and
+    positions do not follow one another."""
+    steps = by_context(model, 32 * KI)
+    return steps if model.demo else (*steps, decode(4096, 32 * KI))
