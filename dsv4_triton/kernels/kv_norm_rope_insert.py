@@ -32,30 +32,18 @@ FAKE_QUANT_RUN = 8
 
 
 @triton.jit
-def _insert_row(
-    kv_ptr, kv_stride, weight, cos_sin_ptr, cache_ptr, byte_ptr, token, position, target, eps,
-    D: tl.constexpr, FAKE_QUANT: tl.constexpr, RECORD: tl.constexpr,
+def _insert_record(
+    kv_ptr, kv_stride, weight, cos_sin_ptr, cache_ptr, byte_ptr, token, position, target, eps, D: tl.constexpr
 ):  # fmt: skip
-    """One token, to offset `target` of the cache."""
+    """One token, to byte `target` of the cache."""
     PLAIN: tl.constexpr = D - 2 * HALF
-    dtype = kv_ptr.dtype.element_ty
-    column = tl.arange(0, D)
-    lane = tl.arange(0, HALF)
     cos, sin = load_cos_sin(cos_sin_ptr, position, False)
-    x = tl.load(kv_ptr + tl.cast(token, tl.int64) * kv_stride + column).to(tl.float32)
-    x = (x * tl.rsqrt(tl.sum(x * x, axis=0) * (1.0 / D) + eps) * weight).to(dtype)
+    x = tl.load(kv_ptr + tl.cast(token, tl.int64) * kv_stride + tl.arange(0, D)).to(tl.float32)
+    x = (x * tl.rsqrt(tl.sum(x * x, axis=0) * (1.0 / D) + eps) * weight).to(kv_ptr.dtype.element_ty)
     a = extract_slice(x, (PLAIN,), (HALF,), (1,)).to(tl.float32)
     b = extract_slice(x, (PLAIN + HALF,), (HALF,), (1,)).to(tl.float32)
     a, b = rotate(a, b, cos, sin)
-    if RECORD:
-        store_record(cache_ptr, byte_ptr, target, tl.reshape(x.to(tl.float32), (D // 64, 64)), a, b)
-    else:
-        if FAKE_QUANT:
-            x = tl.reshape(fp8_sim64(tl.reshape(x.to(tl.float32), (D // 64, 64))), (D,)).to(dtype)
-        row = cache_ptr + target
-        tl.store(row + column, x, mask=column < PLAIN)
-        tl.store(row + PLAIN + lane, a.to(dtype))
-        tl.store(row + PLAIN + HALF + lane, b.to(dtype))
+    store_record(cache_ptr, byte_ptr, target, tl.reshape(x.to(tl.float32), (D // 64, 64)), a, b)
 
 
 @triton.jit
@@ -104,15 +92,17 @@ def _insert_tile(
 @triton.jit
 def _is_run(slots_ptr, positions_ptr, token, count, R: tl.constexpr, ROWS: tl.constexpr):
     """Whether the `count` tokens from `token` on have consecutive positions and slots, these in one block."""
-    row = tl.arange(0, ROWS)
-    live = row < count
     slot = tl.load(slots_ptr + token)
     position = tl.load(positions_ptr + token)
-    slots = tl.load(slots_ptr + token + row, mask=live, other=0)
-    positions = tl.load(positions_ptr + token + row, mask=live, other=0)
-    drift = tl.abs((slots - row - slot).to(tl.float32)) + tl.abs((positions - row - position).to(tl.float32))
-    together = tl.max(tl.where(live, drift, 0.0), axis=0) == 0.0
-    return together & (slot >= 0) & (position >= 0) & (slot % R + count <= R)
+    run = (slot >= 0) & (position >= 0) & (slot % R + count <= R)
+    if ROWS > 1:
+        row = tl.arange(0, ROWS)
+        live = row < count
+        slots = tl.load(slots_ptr + token + row, mask=live, other=0)
+        positions = tl.load(positions_ptr + token + row, mask=live, other=0)
+        drift = tl.abs((slots - row - slot).to(tl.float32)) + tl.abs((positions - row - position).to(tl.float32))
+        run = run & (tl.max(tl.where(live, drift, 0.0), axis=0) == 0.0)
+    return run
 
 
 @triton.jit
@@ -144,29 +134,25 @@ def insert_tokens(
     `block_stride` and ROW, the width of a row, are in cache elements, or in bytes for records.
     """
     weight = tl.load(weight_ptr + tl.arange(0, D)).to(tl.float32)
-    if RUN == 1:
-        for token in range(start, end):
-            slot = tl.load(slots_ptr + token)
-            position = tl.load(positions_ptr + token)
-            if (slot >= 0) & (position >= 0):
-                target = tl.cast(slot // R, tl.int64) * block_stride + slot % R * ROW
-                _insert_row(
-                    kv_ptr, kv_stride, weight, cos_sin_ptr, cache_ptr, byte_ptr, token, position, target, eps,
-                    D, FAKE_QUANT, RECORD,
-                )  # fmt: skip
-    else:
-        for token in range(start, end, RUN):
-            count = tl.minimum(end - token, RUN)
-            if _is_run(slots_ptr, positions_ptr, token, count, R, RUN):
-                _insert_tile(
-                    kv_ptr, kv_stride, weight, positions_ptr, cos_sin_ptr, cache_ptr, slots_ptr, token, count,
-                    block_stride, eps, R, RUN, D, FAKE_QUANT, True,
+    for token in range(start, end, RUN):
+        count = tl.minimum(end - token, RUN)
+        if _is_run(slots_ptr, positions_ptr, token, count, R, RUN):
+            if RECORD:
+                slot = tl.load(slots_ptr + token)
+                _insert_record(
+                    kv_ptr, kv_stride, weight, cos_sin_ptr, cache_ptr, byte_ptr, token, tl.load(positions_ptr + token),
+                    tl.cast(slot // R, tl.int64) * block_stride + slot % R * ROW, eps, D,
                 )  # fmt: skip
             else:
                 _insert_tile(
                     kv_ptr, kv_stride, weight, positions_ptr, cos_sin_ptr, cache_ptr, slots_ptr, token, count,
-                    block_stride, eps, R, RUN, D, FAKE_QUANT, False,
+                    block_stride, eps, R, RUN, D, FAKE_QUANT, True,
                 )  # fmt: skip
+        elif RUN > 1:
+            _insert_tile(
+                kv_ptr, kv_stride, weight, positions_ptr, cos_sin_ptr, cache_ptr, slots_ptr, token, count,
+                block_stride, eps, R, RUN, D, FAKE_QUANT, False,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T", "block_stride"])
