@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 from rich.console import Console
 
-from dsv4_triton.console import command_group, print_error, progress_bar, refuse_unwritable
+from dsv4_triton.console import command_group, print_error, progress_bar, progress_lines, refuse_unwritable
 
 if TYPE_CHECKING:
     from dsv4_triton.bench.registry import Case
@@ -386,9 +387,10 @@ def load(
 
         plan, interrupts = Plan(clients, minutes, drafts, new_tokens, leaving, cache_mib, seed), Interrupts()
         report, status = Report(plan), 0
+        bar = partial(progress_bar, console) if console.is_terminal else partial(progress_lines, Console(stderr=True))
         try:
             with interrupts.watched():
-                measure(report, console, interrupts, lambda: progress_bar(console))
+                measure(report, console, interrupts, bar)
         except (Exception, KeyboardInterrupt) as error:
             if not interrupts.pending and not isinstance(error, ServerFailedError):
                 raise

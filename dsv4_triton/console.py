@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,3 +58,17 @@ def progress_bar(console: Console) -> Iterator[Progress]:
     with Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
         task = bar.add_task("")
         yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
+
+
+@contextmanager
+def progress_lines(console: Console, seconds: float = 10.0) -> Iterator[Progress]:
+    """A line every `seconds` at most, for work of minutes where there is no terminal."""
+    shown = float("-inf")
+
+    def show(done: int, total: int, what: str) -> None:
+        nonlocal shown
+        if (now := time.monotonic()) - shown >= seconds:
+            shown = now
+            console.print(f"  {done} of {total}: {what}", highlight=False, markup=False, soft_wrap=True)
+
+    yield show

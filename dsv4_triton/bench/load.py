@@ -22,7 +22,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil  # type: ignore[import-untyped]
 from httpx import Limits
@@ -52,8 +52,14 @@ TIE = 1e-4
 """Log-probabilities of two tokens that are so close can change places with the rounding of a matrix product, whose
 order of sums depends on its number of rows: in fp32 they differ by less than 1e-5 between batches."""
 SAMPLE_SECONDS = 5.0
-GROWTH = 0.02
-"""By which share memory may be larger in the last quarter of a run than in the one before, on average."""
+LEAK = 32 << 10
+"""Bytes by which memory may grow with each answer in the second half of a run; the first half is the warm-up."""
+JUDGED = 100
+"""Answers in the second half that it takes to tell growth from the memory of the steps that samples fall into."""
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(256 << 10)}
+"""Blocks of this many bytes and more are mapped one by one by the C library (mallopt(3)), so that a tensor that is
+freed is memory that is given back. By default the heap keeps the holes that tensors of every size leave behind, which
+grow for many minutes and look like a leak, or hide one; docs/benchmarks.md has figures."""
 METRICS = {
     "preemptions": "vllm:num_preemptions_total",
     "prefix tokens asked": "vllm:prefix_cache_queries_total",
@@ -87,11 +93,23 @@ class Alone:
     leads: list[float]
 
 
+class Sample(NamedTuple):
+    """The server's memory: after so many seconds and requests that ended, bytes of each process by its name."""
+
+    seconds: float
+    ended: int
+    sizes: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.sizes.values())
+
+
 @dataclass
 class Report:
     """What came of it. `wrong` and `errors` say what was wrong; `ties` are answers that leave the expected one where
     two tokens were equally likely. `scheduling` is what the server's log says of it. `rate`: tokens per second under
-    load. `memory`: seconds, and bytes of each process of the server by its name."""
+    load. `memory`: what was looked at during the load."""
 
     plan: Plan
     scheduling: str = ""
@@ -103,23 +121,23 @@ class Report:
     ties: int = 0
     wrong: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
-    memory: list[tuple[float, dict[str, int]]] = field(default_factory=list)
+    memory: list[Sample] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
 
     @property
-    def growth(self) -> float:
-        """By which share memory was larger in the last quarter than in the one before."""
-        totals = [sum(sizes.values()) for _, sizes in self.memory]
-        quarter = len(totals) // 4
-        if not quarter:
-            return 0.0
-        return statistics.mean(totals[-quarter:]) / statistics.mean(totals[-2 * quarter : -quarter]) - 1.0
+    def growth(self) -> float | None:
+        """Bytes by which memory grew with each request that ended, in the second half of the time: the slope of a line
+        through its samples (least squares). None where fewer than `JUDGED` requests ended in it."""
+        late = [sample for sample in self.memory if sample.seconds >= self.seconds / 2]
+        if len(late) < 2 or late[-1].ended - late[0].ended < JUDGED:
+            return None
+        return statistics.linear_regression([one.ended for one in late], [one.total for one in late]).slope
 
     @property
     def problems(self) -> list[str]:
         found = [*self.errors, *self.wrong]
-        if self.growth > GROWTH:
-            found.append(f"memory grew by {self.growth:.1%} in the last quarter")
+        if self.growth is not None and self.growth > LEAK:
+            found.append(f"memory grew by {self.growth / 1024:.0f} KiB with each answer in the second half")
         for name in ("running at the end", "cache in use at the end"):
             if self.metrics.get(name):
                 found.append(f"{name}: {self.metrics[name]:g}")
@@ -220,7 +238,7 @@ async def drive(url: str, pid: int, report: Report, vocab: int, progress: Callab
         async def watch() -> None:
             while time.monotonic() < end:
                 report.seconds = time.monotonic() - begin
-                report.memory.append((report.seconds, resident(pid)))
+                report.memory.append(Sample(report.seconds, report.answers + report.left, resident(pid)))
                 progress(
                     report.seconds / 60, f"{report.answers} answers, {report.left} left, {report.ties} ties, "
                     f"{len(report.wrong)} wrong, {len(report.errors)} errors",
@@ -230,7 +248,6 @@ async def drive(url: str, pid: int, report: Report, vocab: int, progress: Callab
         await asyncio.gather(watch(), *(one_client(number) for number in range(plan.clients)))
         report.seconds = time.monotonic() - begin
         report.rate = report.tokens / report.seconds
-        report.memory.append((report.seconds, resident(pid)))
         report.metrics = metrics(url)
         for number, prompt in enumerate(asked):
             progress(report.seconds / 60, f"alone again: {number} of {len(asked)} requests")
@@ -251,12 +268,13 @@ async def unless_interrupted(work: Coroutine[Any, Any, None], interrupts: Interr
 
 
 def resident(pid: int) -> dict[str, int]:
-    """Bytes that `pid` and the processes below it have to themselves, by name and number."""
+    """Bytes that `pid` and the processes below it have written and have to themselves, by name and number. Pages of
+    files are left out: whether they count as a process's own depends on what else runs on the machine."""
     process = psutil.Process(pid)
     found = {}
     for one in (process, *process.children(recursive=True)):
         try:
-            found[f"{one.name()} {one.pid}"] = int(one.memory_full_info().uss)
+            found[f"{one.name()} {one.pid}"] = sum(part.private_dirty for part in one.memory_maps())
         except psutil.NoSuchProcess:
             continue
     return found
@@ -298,8 +316,9 @@ def measure(
             speculation = {"method": "mtp", "num_speculative_tokens": plan.drafts}
             command += ["--speculative-config", json.dumps(speculation)]
         interrupts.hold()
-        # Where it is set it decides on the cache's size, whatever the command says.
-        server = Server(command, port=port, log=Path(folder) / "server.log", unset=("VLLM_CPU_KVCACHE_SPACE",))
+        # The variable that is unset would decide on the cache's size, whatever the command says.
+        log = Path(folder) / "server.log"
+        server = Server(command, port=port, log=log, defaults=ALLOCATOR, unset=("VLLM_CPU_KVCACHE_SPACE",))
         try:
             interrupts.release()
             wait_until_ready(server, console, interrupts)
@@ -334,8 +353,11 @@ def table(report: Report) -> Table:
         "ended by a tie": f"{report.ties}",
     }
     if report.memory:
-        first, last = (sum(report.memory[at][1].values()) >> 20 for at in (0, -1))
-        rows["memory of the server"] = f"{first} to {last} MiB, {report.growth:+.2%} in the last quarter"
+        first, last = (report.memory[at].total >> 20 for at in (0, -1))
+        slope = f"too few answers for a judgement (fewer than {JUDGED} in the second half)"
+        if report.growth is not None:
+            slope = f"{report.growth / 1024:+.1f} KiB an answer in the second half (at most {LEAK >> 10})"
+        rows["memory of the server"] = f"{first} to {last} MiB, {slope}"
     rows |= {name: f"{value:g}" for name, value in report.metrics.items()}
     for name, value in rows.items():
         result.add_row(name, value)

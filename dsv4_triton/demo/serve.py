@@ -14,10 +14,10 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 NAME = "dsv4-demo"
@@ -55,10 +55,20 @@ def server_command(directory: Path, *, dtype: str, port: int) -> list[str]:
 class Server:
     """A `vllm serve` process with its children in a process group of their own, its output in a log file.
 
-    Its environment is SERVER_ENV and this process's own, without the variables in `unset`.
+    Its environment is SERVER_ENV, overridden by `defaults`, overridden by this process's own, without the variables in
+    `unset`.
     """
 
-    def __init__(self, command: list[str], *, port: int, log: Path, unset: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        *,
+        port: int,
+        log: Path,
+        defaults: Mapping[str, str] = MappingProxyType({}),
+        unset: Sequence[str] = (),
+    ) -> None:
+        environment = {**SERVER_ENV, **defaults, **os.environ}
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         with log.open("wb") as output:
@@ -67,7 +77,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={name: value for name, value in {**SERVER_ENV, **os.environ}.items() if name not in unset},
+                env={name: value for name, value in environment.items() if name not in unset},
                 start_new_session=True,
             )
 
