@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
@@ -12,6 +13,11 @@ from dsv4_triton.backend.compat import mend_rejection_sampler
 from dsv4_triton.backend.serving import Serving
 from dsv4_triton.compiler import host
 from dsv4_triton.device import acting_as
+
+TRIM_STEPS = 64
+"""After so many steps what the heap keeps of freed tensors goes back to the system. Steps of all sizes leave holes that
+glibc 2.36 finds no use for again; docs/benchmarks.md has figures."""
+LIBC = ctypes.CDLL(None)
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -30,6 +36,8 @@ def _as_family(method: Method) -> Method:
 class HostWorker(CPUWorker):
     """Installs the host Triton driver, so that kernels run on CPU tensors in this process."""
 
+    steps = 0
+
     def init_device(self) -> None:
         host.install()
         # Only here: later vLLM has its own block size in the config.
@@ -46,6 +54,12 @@ class HostWorker(CPUWorker):
             self.model_runner.model.warm_up(self.model_runner)
         return super().compile_or_warm_up_model()
 
-    execute_model = _as_family(CPUWorker.execute_model)
+    @_as_family
+    def execute_model(self, *arguments: Any, **named: Any) -> Any:
+        self.steps += 1
+        if self.steps % TRIM_STEPS == 0:
+            LIBC.malloc_trim(0)
+        return super().execute_model(*arguments, **named)
+
     sample_tokens = _as_family(CPUWorker.sample_tokens)
     execute_dummy_batch = _as_family(CPUWorker.execute_dummy_batch)
