@@ -316,9 +316,9 @@ def measure(
             speculation = {"method": "mtp", "num_speculative_tokens": plan.drafts}
             command += ["--speculative-config", json.dumps(speculation)]
         interrupts.hold()
-        # The variable that is unset would decide on the cache's size, whatever the command says.
-        log = Path(folder) / "server.log"
-        server = Server(command, port=port, log=log, defaults=ALLOCATOR, unset=("VLLM_CPU_KVCACHE_SPACE",))
+        # The first would decide on the cache's size, whatever the command says; the second would keep the log silent.
+        unset = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_LOGGING_LEVEL")
+        server = Server(command, port=port, log=Path(folder) / "server.log", defaults=ALLOCATOR, unset=unset)
         try:
             interrupts.release()
             wait_until_ready(server, console, interrupts)
