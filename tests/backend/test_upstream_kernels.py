@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
 import random
@@ -31,11 +32,14 @@ NEWER = {"tl.sum(is_valid_mask)": "tl.sum(is_valid_mask.to(tl.int32))", "dtype=t
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    """vLLM's kernel of a name. On a CPU vLLM makes plain functions of its kernels, so their source is jitted here."""
+    """vLLM's kernel of a name. On a CPU vLLM makes plain functions of its kernels, and an engine that has run in this
+    process has put others in their place: what is jitted here is the source in the module's file."""
     folder = tmp_path_factory.mktemp("kernels")
 
     def load(name: str) -> Any:
-        source = inspect.getsource(getattr(import_module(ORIGINALS[name]), name))
+        text = inspect.getsource(import_module(ORIGINALS[name]))
+        found = next(part for part in ast.parse(text).body if isinstance(part, ast.FunctionDef) and part.name == name)
+        source = "\n".join(text.splitlines()[found.decorator_list[0].lineno - 1 : found.end_lineno])
         for new, old in NEWER.items():
             source = source.replace(new, old)
         path = folder / f"upstream{name}.py"
