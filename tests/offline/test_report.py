@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from dsv4_triton import offline
 from dsv4_triton.bench.registry import ops, select
 from dsv4_triton.cli import app
+from dsv4_triton.device import A2
 from dsv4_triton.offline import peers, report
 from dsv4_triton.offline.report import Line, ReportError, markdown, parse, regressions
 
@@ -48,6 +51,14 @@ def test_a_file_that_is_no_report_is_refused(text: str) -> None:
 def test_regressions(change: dict[str, object], says: str) -> None:
     found = regressions([replace(LINE, **change)], {line.key: line for line in (LINE, OTHER)})
     assert (says in found[0]) if says else not found
+
+
+def test_a_case_that_ends_its_process_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = offline.compile_cases(select("muls_add", ["demo"]) + select("hc_post", ["demo"]), A2)
+    line = report._line
+    monkeypatch.setattr(report, "_line", lambda case, *rest: os._exit(3) if case.op == "hc_post" else line(case, *rest))
+    lines = report.lines(compiled, A2)
+    assert {one.op: one.status for one in lines} == {"muls_add": "ok", "hc_post": "not counted: ended by exit status 3"}
 
 
 def test_command_writes_and_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
