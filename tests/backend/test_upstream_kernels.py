@@ -193,7 +193,7 @@ def test_sample_recovered_tokens(counts: list[int], drafted: bool, original: Cal
     )  # fmt: skip
 
 
-def test_page_zeroer() -> None:
+def check_page_zeroer(device: torch.device) -> None:
     """All of the pages in caches of full attention, whose widths may differ, and nothing else. (The host driver has no
     pointers made of numbers, which is how vLLM's kernel addresses its caches.)"""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
@@ -201,7 +201,7 @@ def test_page_zeroer() -> None:
     def spec(kind: Any, **more: Any) -> Any:
         return kind(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, **more)
 
-    memory = torch.ones(10, 16 * 48)
+    memory = torch.ones(10, 16 * 48, device=device)
     caches = {"one": memory[:, :128].view(10, 16, 8), "two": memory[:, 128:640].view(10, 16, 32)}
     caches["window"] = memory[:, 640:].view(10, 16, 8)
     groups = [
@@ -209,11 +209,16 @@ def test_page_zeroer() -> None:
         SimpleNamespace(kv_cache_spec=spec(SlidingWindowSpec, sliding_window=64), layer_names=["window"]),
     ]
     layers = {name: SimpleNamespace(kv_cache=cache) for name, cache in caches.items()}
-    zeroer = upstream_kernels.PageZeroer(torch.device("cpu"), groups, [16, 16], "auto", layers)
+    zeroer = upstream_kernels.PageZeroer(device, groups, [16, 16], "auto", layers)
+    zeroer.zero_block_ids([])
     zeroer.zero_block_ids([7, 0, 3])
-    expected = torch.ones_like(memory)
+    expected = torch.ones(memory.shape)
     expected[[7, 0, 3], :640] = 0
-    assert torch.equal(memory, expected)
+    assert torch.equal(memory.cpu(), expected)
+
+
+def test_page_zeroer() -> None:
+    check_page_zeroer(torch.device("cpu"))
 
 
 def test_a_name_that_vllm_no_longer_has_ends_the_start() -> None:

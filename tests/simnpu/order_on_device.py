@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dsv4_triton.kernels.muls_add import muls_add
+from tests.backend.test_upstream_kernels import check_page_zeroer
 
 NPU = torch.device("npu", 0)
 SEEDS = [str(seed) for seed in range(8)]
@@ -173,6 +174,13 @@ def test_what_the_host_reads_is_there(order: str, side: torch.npu.Stream) -> Non
     out = torch.empty(0, device=NPU)
     torch.add(x, 1, out=out)
     assert out.tolist() == [6] * 3
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_new_pages_are_zeroed(order: str) -> None:
+    """Their numbers are copied without a wait, from memory that the host holds no longer."""
+    torch.ops.simnpu.set_order(order)
+    check_page_zeroer(NPU)
 
 
 def test_a_failure_is_raised_where_work_is_done(side: torch.npu.Stream, capfd: pytest.CaptureFixture[str]) -> None:
