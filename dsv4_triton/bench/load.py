@@ -52,9 +52,9 @@ TIE = 1e-4
 """Log-probabilities of two tokens that are so close can change places with the rounding of a matrix product, whose
 order of sums depends on its number of rows: in fp32 they differ by less than 1e-5 between batches."""
 SAMPLE_SECONDS = 5.0
-LEAK = 32 << 10
+LEAK = 48 << 10
 """Bytes by which memory may grow with each answer in the second half of a run; the first half is the warm-up."""
-JUDGED = 100
+JUDGED = 250
 """Answers in the second half that it takes to tell growth from the memory of the steps that samples fall into."""
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(256 << 10)}
 """Blocks of this many bytes and more are mapped one by one by the C library (mallopt(3)), so that a tensor that is
