@@ -115,21 +115,9 @@ class NpuPlatform(Platform):
         return "vllm.compilation.cuda_graph.CUDAGraphWrapper"
 
     @classmethod
-    def opaque_attention_op(cls) -> bool:
-        return True
-
-    @classmethod
     def get_device_communicator_cls(cls) -> str:
         """vLLM's for XPU, which is the one of plain torch.distributed calls."""
         return "vllm.distributed.device_communicators.xpu_communicator.XpuCommunicator"
-
-    @classmethod
-    def get_attn_backend_cls(
-        cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
-    ) -> str:
-        from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-        return AttentionBackendEnum.CUSTOM.get_path()
 
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:

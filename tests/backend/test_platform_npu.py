@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from dsv4_triton.backend.plugin import ARCHITECTURE
 from dsv4_triton.config import ConfigError
@@ -53,3 +54,49 @@ def test_graphs_need_the_task_queue(monkeypatch: pytest.MonkeyPatch) -> None:
         graphs.check(CUDAGraphMode.FULL_DECODE_ONLY)
     monkeypatch.delenv(graphs.TASK_QUEUE)
     graphs.check(CUDAGraphMode.FULL_DECODE_ONLY)
+
+
+@pytest.mark.parametrize(
+    ("changed", "before"),
+    [
+        ({}, 0),
+        ({"data_parallel_index": 3}, 6),
+        ({"data_parallel_index": 3, "data_parallel_rank_local": 1}, 2),
+        ({"data_parallel_index": 3, "data_parallel_backend": "ray"}, 0),
+        ({"data_parallel_index": 3, "distributed_executor_backend": "external_launcher"}, 0),
+        ({"data_parallel_index": 3, "nnodes_within_dp": 2}, 0),
+    ],
+)
+def test_engines_of_one_machine_take_devices_of_their_own(changed: dict[str, Any], before: int) -> None:
+    """Two each; not where the launcher has shown every process its devices alone."""
+    from dsv4_triton.backend.worker_npu import NpuWorker
+
+    parallel = {
+        "distributed_executor_backend": "mp", "data_parallel_backend": "mp", "nnodes_within_dp": 1,
+        "data_parallel_rank_local": None, "data_parallel_index": 0, "pipeline_parallel_size": 1,
+        "tensor_parallel_size": 2,
+    }  # fmt: skip
+    worker = NpuWorker.__new__(NpuWorker)
+    worker.parallel_config = SimpleNamespace(**parallel | changed)
+    assert worker._local_ranks_before() == before
+
+
+@pytest.mark.parametrize("warm_up", [True, False])
+def test_kernels_are_compiled_before_graphs_are_captured(warm_up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.jit import JITFunction
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from dsv4_triton.backend.worker_npu import NpuWorker
+
+    done: list[str] = []
+    hook = JITFunction.cache_hook
+
+    def capture(worker: NpuWorker) -> None:
+        done.append("captured" if JITFunction.cache_hook is not hook else "captured without rules")
+
+    monkeypatch.setattr(Worker, "compile_or_warm_up_model", capture)
+    worker = NpuWorker.__new__(NpuWorker)
+    worker.warm_up, worker.device = warm_up, torch.device("cpu")
+    worker.model_runner = SimpleNamespace(model=SimpleNamespace(warm_up=lambda runner: done.append("compiled")))
+    worker.compile_or_warm_up_model()
+    assert done == [*(["compiled"] if warm_up else []), "captured"] and JITFunction.cache_hook is hook
