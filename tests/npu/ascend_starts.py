@@ -6,7 +6,10 @@ Argument and output are those of `tests.npu.starts`. No engine is started.
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "context parallel": {"additional_config": {"enable_dsa_cp": True}},
     "head apart": {"additional_config": {"finegrained_tp_config": {"lmhead_tensor_parallel_size": 2}}},
     "not set": {"additional_config": {"finegrained_tp_config": {}, "xlite_graph_config": {"full_mode": True}}},
+    "no c128 layer": {"hf_overrides": {"compress_ratios": [0, 0, 4, 4, 0]}},
     "pieces": {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}},
 }
 
@@ -32,12 +36,27 @@ def modes(checkpoint: str) -> Results:
         yield name, settled(checkpoint, **options).compilation_config.cudagraph_mode.name
 
 
+def environments(checkpoint: str) -> Results:
+    """Of a process that cannot serve there."""
+    with patch.dict(os.environ, VLLM_USE_V2_MODEL_RUNNER="1"):
+        yield "second runner", message_of(start, checkpoint)
+
+
+@contextmanager
+def without(owner: Any, name: str) -> Iterator[None]:
+    """There is no `owner.name` meanwhile."""
+    with patch.object(owner, name):
+        delattr(owner, name)
+        yield
+
+
 def contract(checkpoint: str) -> Results:
     import vllm_ascend.core.kv_cache_interface as interface
     import vllm_ascend.utils
     from vllm.v1.core import kv_cache_utils as planning
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
     from vllm_ascend.attention import dsa_v1
+    from vllm_ascend.attention import utils as attention
     from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
 
     from dsv4_triton.backend.ascend_contract import check, check_runner
@@ -73,6 +92,14 @@ def contract(checkpoint: str) -> Results:
     ):
         with patch.object(owner, what, value):
             yield name, message_of(check)
+    for name, owner, what in (
+        ("nothing to replace", planning, "group_and_unify_kv_cache_specs"),
+        ("no function", vllm_ascend.utils, "enable_dsa_cp"),
+    ):
+        with without(owner, what):
+            yield name, message_of(check)
+    with patch.dict(sys.modules, {interface.__name__: None}):
+        yield "no specs", message_of(check)
     with patch.object(planning, "group_and_unify_kv_cache_specs", of_vllm):
         yield "start", message_of(start, checkpoint)
     yield "another config", message_of(check, SimpleNamespace(model_type="deepseek_v5"))
@@ -80,6 +107,8 @@ def contract(checkpoint: str) -> Results:
     yield "not compressed", message_of(check_runner, runner)
     runner.use_compress, runner.attn_backend = True, dsa_v1.AscendDSABackend
     yield "kept", message_of(lambda: check_runner(runner) or check())
+    with without(attention, "AscendCommonAttentionMetadata"), without(dsa_v1, "AscendDSAMetadataBuilder"):
+        yield "no attention", message_of(check_runner, runner)
     with patch.object(dsa_v1, "AscendDSAMetadataBuilder", FewerArguments):
         yield "other calls", message_of(check_runner, runner)
     with patch.object(runner, "attn_backend", OtherShape):
@@ -88,6 +117,17 @@ def contract(checkpoint: str) -> Results:
     yield "other drafter", message_of(check_runner, runner)
 
 
+def idle() -> Results:
+    """Whether a step of no request is known to be one while the worker runs it, and afterwards."""
+    from dsv4_triton.backend import metadata
+    from dsv4_triton.backend.worker_ascend import AscendWorker, NPUWorker
+
+    known: list[bool] = []
+    with patch.object(NPUWorker, "execute_dummy_batch", lambda worker: known.append(metadata._idle)):
+        AscendWorker.execute_dummy_batch(AscendWorker.__new__(AscendWorker))
+    yield "idle", [*known, metadata._idle]
+
+
 if __name__ == "__main__":
     checkpoint = json.loads(sys.argv[1])["checkpoint"]
-    show(starts(checkpoint, CASES), modes(checkpoint), contract(checkpoint))
+    show(starts(checkpoint, CASES), environments(checkpoint), modes(checkpoint), contract(checkpoint), idle())

@@ -109,20 +109,26 @@ def test_starts(simulated_npu: Path, checkpoint: Callable[[str], Path]) -> None:
         "fine": "geometry is 'fine', but vllm-ascend plans the caches here",
         "context parallel": "enable_dsa_cp of --additional-config is set: .*leave it out",
         "head apart": "finegrained_tp_config.lmhead_tensor_parallel_size of --additional-config is set: .*all ranks",
+        "no c128 layer": "config.json: no layer has compress ratio 128; vllm-ascend plans caches for",
+        "second runner": "VLLM_USE_V2_MODEL_RUNNER is 1, but inside vllm-ascend the first model runner",
         "pieces": "cudagraph_mode of --compilation-config is FULL_AND_PIECEWISE: .*takes FULL_DECODE_ONLY or NONE",
         "no scale_dim": f"WithoutScales has no scale_dim.*{known}",
         "other rows": f"storage_block_size of OtherRows is 128 where 32 was expected.*{known}",
         "not replaced": f"group_and_unify_kv_cache_specs is not replaced by vllm-ascend.*{known}",
         "other signature": rf"enable_dsa_cp takes \(config\), not \(\).*{known}",
+        "nothing to replace": f"kv_cache_utils has no group_and_unify_kv_cache_specs.*{known}",
+        "no function": f"vllm_ascend.utils has no enable_dsa_cp.*{known}",
+        "no specs": rf"(vllm_ascend.core.kv_cache_interface cannot be imported \(.*){{2}}{known}",
         "start": f"vllm-ascend 0.27.1 is not what .* is not replaced by vllm-ascend.*{known}",
         "another config": f"no compress_ratios.*'deepseek_v5'.*{known}",
         "not compressed": f"use_compress of its model runner is False.*{known}",
+        "no attention": f"no AscendDSAMetadataBuilder; .*no AscendCommonAttentionMetadata.*{known}",
         "other calls": f"AscendDSAMetadataBuilder.build takes .self, common_attn.*no .*build_for_drafting.*{known}",
         "other shape": rf"gives a cache of \(5, 32, 1, 512\) the shape \(2, 5, 32, 1, 512\).*{known}",
         "other drafter": f"its drafter object has no build_draft_attn_metadata.*{known}",
     }.items():
         assert re.search(says, found[name], re.DOTALL), (name, found[name])
-    assert found["kept"] is None
+    assert found["kept"] is None and found["idle"] == [True, False]
 
 
 def test_a_cache_of_another_shape_is_an_error() -> None:
@@ -205,7 +211,8 @@ def test_idle_steps_look_like_others(name: str, monkeypatch: pytest.MonkeyPatch,
         assert plan().slots.tolist() == [6 * 16 + 4, 7 * 16 + 8, -1]
         with idle_steps():
             idle = plan()
-        assert idle.slots.tolist() == idle.step.positions.tolist() == [-1] * 3 and idle.step.max_seq_len == 64
+        for found in (idle, builder.build_for_graph_capture(common)):
+            assert found.slots.tolist() == found.step.positions.tolist() == [-1] * 3 and found.step.max_seq_len == 64
 
 
 def test_graphs_of_drafts_renew_nothing() -> None:
