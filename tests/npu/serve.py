@@ -48,9 +48,11 @@ def full(llm: Any) -> Answers:
 
 
 def prefix(llm: Any) -> Answers:
-    """The same prompt, cold and warm."""
+    """The same prompt, cold and warm, and between the two a step of no request, as where other engines have some."""
     engine.forget(llm)
-    return [*answers(llm, [PREFIX], TOKENS), *answers(llm, [PREFIX], TOKENS)]
+    cold = answers(llm, [PREFIX], TOKENS)
+    llm.collective_rpc("execute_dummy_batch")
+    return [*cold, *answers(llm, [PREFIX], TOKENS)]
 
 
 def crowd(llm: Any) -> Answers:

@@ -65,12 +65,19 @@ def test_every_case(on_npu: Serve, on_cpu: Serve) -> None:
 
 
 def test_graphs_with_drafts(on_npu: Serve, on_cpu: Serve) -> None:
-    """Decode steps with two drafts are replayed, among prefills that are not. As vLLM has it by itself, a step is
-    scheduled before the number of drafts that the last one accepted is known on the host."""
-    found = on_npu("a5", ["plain", "crowd"], **GRAPHS, **drafts(2))
+    """Decode steps with two drafts are replayed, among prefills that are not; what graphs hold is planned. As vLLM has
+    it by itself, a step is scheduled before the number of drafts that the last one accepted is known on the host."""
+    found = on_npu("a5", ["plain", "crowd"], **PLANNED, **GRAPHS, **drafts(2))
     assert found["ahead"]
     check_cases(found, on_cpu("a2", REFERENCE))
     check_graphs(found, True)
+    check_memory(found)
+
+
+def test_two_ranks_in_short(on_npu: Serve, on_cpu: Serve) -> None:
+    found = on_npu("a2", ["plain"], devices=2, tensor_parallel_size=2)
+    check_cases(found, on_cpu("a2", REFERENCE))
+    assert len(found["ranks"]) == 2
 
 
 @pytest.mark.long
