@@ -52,9 +52,9 @@ TIE = 1e-4
 """Log-probabilities of two tokens that are so close can change places with the rounding of a matrix product, whose
 order of sums depends on its number of rows: in fp32 they differ by less than 1e-5 between batches."""
 SAMPLE_SECONDS = 5.0
-LEAK = 64 << 10
-"""Bytes by which memory may grow with each answer in the second half of a run; the first half is the warm-up. Between
-what settles late, 46 KiB from the 300th to the 670th answer, and 100 KiB, which are to be found for sure."""
+LEAK = 48 << 10
+"""Bytes by which memory may grow with each answer in the second half of a run; the first half is the warm-up. Without a
+leak ten minutes gave 9 KiB (standard error 7); 100 KiB are to be found for sure."""
 JUDGED = 250
 """Answers in the second half that it takes to tell growth from the memory of the steps that samples fall into."""
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(256 << 10)}
