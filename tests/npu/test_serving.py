@@ -74,12 +74,6 @@ def test_graphs_with_drafts(on_npu: Serve, on_cpu: Serve) -> None:
     check_memory(found)
 
 
-def test_two_ranks_in_short(on_npu: Serve, on_cpu: Serve) -> None:
-    found = on_npu("a2", ["plain"], devices=2, tensor_parallel_size=2)
-    check_cases(found, on_cpu("a2", REFERENCE))
-    assert len(found["ranks"]) == 2
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("count", range(4))
@@ -99,19 +93,6 @@ def test_warm_up_before_graphs(family: str, on_npu: Serve, on_cpu: Serve) -> Non
     found = on_npu(family, ["plain"], **GRAPHS, max_num_batched_tokens=32, max_num_seqs=4, additional_config=options)
     check_cases(found, on_cpu("a2", REFERENCE))
     check_graphs(found, True)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("family", "count", "graphs"), [("a2", 0, False), ("a2", 2, True), ("a5", 0, True)], ids=["a2", "a2-drafts", "a5"]
-)
-def test_two_ranks(family: str, count: int, graphs: bool, on_npu: Serve, on_cpu: Serve) -> None:
-    """Tensor parallelism over two devices in processes of their own; the collectives are gloo's."""
-    options = {"tensor_parallel_size": 2, **(GRAPHS if graphs else {}), **drafts(count)}
-    found = on_npu(family, EVERY_CASE, devices=2, **options)
-    check_cases(found, on_cpu("a2", REFERENCE), hit=0 if count else 256)
-    assert len(found["ranks"]) == 2
-    check_graphs(found, graphs)
 
 
 @pytest.mark.long
