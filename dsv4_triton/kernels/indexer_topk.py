@@ -3,16 +3,16 @@
 The k best of the first n_vis[t] scores of each row: higher score first, equal scores (-0.0 equals 0.0) by lower
 index. NaN is never selected; -inf is the lowest score. The result is the set in ascending order of index, then -1.
 
-scores [T, N] fp32 -> [T, k] int32. A level of the tree selects the k best of every tile of TILE entries; its results,
-in index order, are the entries of the next level, until one tile is left. That is exact: an entry among the k best of
-the row is among the k best of its tile.
+scores [T, N] fp32 -> [T, k] int32. A level of the tree selects the k best of every tile of TILE entries; its results
+are the entries of the next level, equal scores in the order of their indices, until one tile is left. That is exact:
+an entry among the k best of the row is among the k best of its tile.
 
-In a tile the k-th largest value is read from the sorted tile. The entries above it and those equal to it are then
-brought to the front by sorting their positions, and the first k of these positions are sorted once more. Where sorting
-is not one instruction, the k-th value is found by bisection over fp32 values in the order of their bits, at most 32
-counts and stopping as soon as a count equals k; if it has equals beyond k, a bisection over the position finds where to
-cut them; the selected entries are stored at their rank. All comparisons are of fp32 values: integer comparisons are
-scalar code on A2 and A3.
+In a tile the k-th largest value is read from the sorted tile. The entries above it, and after them those equal to it,
+are then brought to the front by sorting their positions. That keeps equal scores in order; only the last level sorts
+the k indices. Where sorting is not one instruction, the k-th value is found by bisection over fp32 values in the order
+of their bits, at most 32 counts and stopping as soon as a count equals k; if it has equals beyond k, a bisection over
+the position finds where to cut them; the selected entries are stored at their rank. All comparisons are of fp32 values:
+integer comparisons are scalar code on A2 and A3. Sorted indices are fp32 values as well, hence MAX_ENTRIES.
 
 Grid: one program per vector core at most, persistent over (row, tile). UB bytes: about 6 * 4 * TILE. Families: all.
 Source: docs/model.md, section 6 (tie rule).
@@ -34,6 +34,7 @@ from dsv4_triton.kernels._workspace import Part, carve, workspace_bytes
 
 OP = "indexer_topk"
 MAX_K = 2048
+MAX_ENTRIES = 1 << 24
 MAX_TILE = 4096
 MIN_TILE = 2048
 SMALL_SCRATCH = 32 << 20
@@ -53,17 +54,19 @@ def _count(selected):
 
 
 @triton.jit
-def _best_by_sort(x, left, K: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    """Positions [WIDTH] fp32 of the K best of `x [TILE]` in ascending order, then TILE. `left` is TILE - position."""
+def _best_by_sort(x, below, K: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    """Minus the positions [WIDTH] fp32, modulo TILE, of the K best of `x [TILE]`; -TILE where there are fewer.
+
+    What is above the K-th value comes first, as 1 to TILE, then what equals it, each by position. `below` is minus the
+    position.
+    """
     ordered = tl.sort(tl.where(x == x, x, float("-inf")), descending=True)
     kth = get_element(ordered, (K - 1,))
-    # What is above the k-th value comes first, then what equals it, each by position.
-    order = tl.where(x > kth, left + TILE, tl.where(x == kth, left, 0.0))
+    order = tl.where(x > kth, below + TILE, tl.where(x == kth, below, -1.0 * TILE))
     order = extract_slice(tl.sort(order, descending=True), (0,), (WIDTH,), (1,))
     if K < WIDTH:
-        order = tl.where(tl.arange(0, WIDTH).to(tl.float32) < K, order, 0.0)
-    order = tl.where(order > TILE, order - TILE, order)
-    return TILE - tl.sort(order, descending=True)
+        order = tl.where(tl.arange(0, WIDTH).to(tl.float32) < K, order, -1.0 * TILE)
+    return order
 
 
 @triton.jit
@@ -121,10 +124,11 @@ def _indexer_topk_kernel(
     """Item i selects from tile `i % tiles` of row `i // tiles` and writes K results at row i of the outputs.
 
     FIRST: entries are positions of the row, n_vis of them; otherwise `ids_ptr` names them, and absent ones score NaN.
-    LAST: only ids are written. WIDTH is K rounded up to a power of two.
+    LAST: only ids are written, in ascending order. WIDTH is K rounded up to a power of two.
     """
+    NO_ID: tl.constexpr = 1 << 24  # MAX_ENTRIES
     position = tl.arange(0, TILE)
-    left = (TILE - position).to(tl.float32)
+    below = -1.0 * position.to(tl.float32)
     rank = tl.arange(0, WIDTH)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         row = item // tiles
@@ -138,15 +142,19 @@ def _indexer_topk_kernel(
             source = tl.cast(row, tl.int64) * row_stride + base
             x = tl.load(scores_ptr + source + position, mask=position < count, other=float("nan"))
             if BY_SORT:
-                order = _best_by_sort(x, left, K, WIDTH, TILE)
-                present = order < TILE
-                order = tl.minimum(order, TILE - 1.0, propagate_nan=tl.PropagateNan.ALL).to(tl.int32)
+                order = _best_by_sort(x, below, K, WIDTH, TILE)
+                present = order > -TILE
+                order = (-order).to(tl.int32) & (TILE - 1)
                 chosen = order + base
                 if not FIRST:
                     known = tl.load(ids_ptr + source + position, mask=position < count, other=-1)
                     chosen = tl.gather(known.to(tl.float32, bitcast=True), order, 0).to(tl.int32, bitcast=True)
-                tl.store(best_ids_ptr + best + rank, tl.where(present, chosen, -1), mask=rank < K)
-                if not LAST:
+                if LAST:
+                    ids = -tl.sort(tl.where(present, -1.0 * chosen.to(tl.float32), -1.0 * NO_ID), descending=True)
+                    tl.store(best_ids_ptr + best + rank, tl.where(ids < NO_ID, ids.to(tl.int32), -1), mask=rank < K)
+                else:
+                    # The next level selects no NaN, so the ids of absent entries do not matter.
+                    tl.store(best_ids_ptr + best + rank, chosen, mask=rank < K)
                     kept = tl.where(present, tl.gather(x, order, 0), float("nan"))
                     tl.store(best_scores_ptr + best + rank, kept, mask=rank < K)
             else:
@@ -237,14 +245,16 @@ def indexer_topk(
     """Indices [T, k] int32 of the k best of the first `n_vis[t]` entries of scores [T, N] fp32 (rows of any stride).
 
     Higher score first, equal scores by lower index, NaN never; the indices stand in ascending order, followed by -1.
-    k is 1 to 2048. Rows longer than 4,096 entries take scratch of 8 bytes per k entries of each tile: `workspace`,
-    `indexer_topk_workspace` bytes, uint8. TypeError or ValueError names the argument that does not fit.
+    k is 1 to 2048, N at most 2^24. Rows longer than 4,096 entries take scratch, 8 bytes per k entries of each tile:
+    `workspace`, `indexer_topk_workspace` bytes, uint8. TypeError or ValueError names the argument that does not fit.
     """
     check_tensor(OP, "scores", scores, (None, None), torch.float32, layout="rows")
     tokens, entries = scores.shape
     check_tensor(OP, "n_vis", n_vis, (tokens,), torch.int32, device=scores.device)
     if not 1 <= k <= MAX_K:
         raise ValueError(f"{OP}: k must be between 1 and {MAX_K}, got {k}")
+    if entries > MAX_ENTRIES:
+        raise ValueError(f"{OP}: scores must have at most {MAX_ENTRIES} entries a row, got {entries}")
     out = output(OP, "out", out, (tokens, k), torch.int32, scores.device)
     if tokens == 0:
         return out

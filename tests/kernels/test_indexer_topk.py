@@ -49,19 +49,21 @@ def test_candidate_counts(entries: int, compaction) -> None:
     compare(scores, [entries, entries, entries], 512)
 
 
-def test_long_rows() -> None:
+def test_long_rows(compaction) -> None:
     scores = torch.randn(3, 32768)
     scores[1] = 0.0
+    scores[2] = scores[2].round()
+    scores[2, ::3] = NAN
     compare(scores, [32768, 32768, 20001], 512)
 
 
-def test_longest_rows() -> None:
+def test_longest_rows(compaction) -> None:
     scores = torch.randn(2, 262144)
     scores[1] = (scores[1] * 8).round()
     compare(scores, [262144, 262143], 512)
 
 
-def test_largest_k() -> None:
+def test_largest_k(compaction) -> None:
     compare(torch.randn(2, 10000), [10000, 2049], 2048)
 
 
@@ -100,7 +102,7 @@ def test_infinities_are_ordinary_scores(compaction) -> None:
     assert out[0].tolist() == [*range(22), *range(100, 110)]
 
 
-def test_ties_across_tiles() -> None:
+def test_ties_across_tiles(compaction) -> None:
     """Equal scores in every tile: the lowest indices win across the whole row, not within each tile."""
     scores = torch.zeros(2, 12000)
     scores[0, 11990:] = 1.0
@@ -166,3 +168,5 @@ def test_errors_name_the_argument() -> None:
     for k in (0, 2049):
         with pytest.raises(ValueError, match=f"between 1 and 2048, got {k}"):
             indexer_topk(torch.zeros(1, 8), ints(8), k)
+    with pytest.raises(ValueError, match="at most 16777216 entries a row, got 16777217"):
+        indexer_topk(torch.empty(1, (1 << 24) + 1), ints(8), 8)
