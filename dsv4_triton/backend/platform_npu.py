@@ -111,10 +111,6 @@ class NpuPlatform(Platform):
         return True
 
     @classmethod
-    def get_static_graph_wrapper_cls(cls) -> str:
-        return "vllm.compilation.cuda_graph.CUDAGraphWrapper"
-
-    @classmethod
     def get_device_communicator_cls(cls) -> str:
         """vLLM's for XPU, which is the one of plain torch.distributed calls."""
         return "vllm.distributed.device_communicators.xpu_communicator.XpuCommunicator"

@@ -6,7 +6,6 @@ a kernel, and touch no device.
 
 from __future__ import annotations
 
-import logging
 import os
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -30,8 +29,6 @@ left out of VLLM_PLUGINS then; "cpu" although torch_npu is."""
 
 ASCEND_PLUGIN = "ascend"
 """vllm-ascend's name among platform plugins."""
-
-logger = logging.getLogger(f"vllm.{__name__}")
 
 _PLATFORM_GROUP = "vllm.platform_plugins"
 _probing_platforms = False
@@ -71,10 +68,14 @@ class Setting(NamedTuple):
 
 def platform() -> str | None:
     """The NPU platform's class where torch_npu is installed, the development platform's on a CPU build of vLLM; None
-    where another plugin serves the machine."""
+    where another plugin serves the machine.
+
+    SystemExit with what to do where this platform was asked for beside another: of any Exception here vLLM takes no
+    notice, and then ends with a message that only names the two.
+    """
     found = setting()
     if found is not None and found.conflict:
-        logger.error(conflict_message(found.conflict))
+        raise SystemExit(conflict_message(found.conflict))
     return None if found is None else found.platform
 
 

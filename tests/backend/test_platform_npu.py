@@ -33,6 +33,15 @@ def test_what_cannot_be_served(changed: dict[str, Any], message: str) -> None:
         NpuPlatform.check_and_update_config(config(**changed))
 
 
+def test_a_config_without_a_model_stays_as_it_is() -> None:
+    """Programs that run parts of vLLM, such as its benchmarks of layers, make such configs."""
+    from dsv4_triton.backend.platform_npu import NpuPlatform
+
+    bare = SimpleNamespace(model_config=None)
+    NpuPlatform.check_and_update_config(bare)
+    assert vars(bare) == {"model_config": None}
+
+
 def test_graphs_of_prefills() -> None:
     from vllm.config import CUDAGraphMode
 

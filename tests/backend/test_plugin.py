@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -63,6 +64,20 @@ def test_a_spawned_process_finds_model_and_platform() -> None:
     assert child.exitcode == 0
 
 
+def other_plugins(monkeypatch: pytest.MonkeyPatch, name: str, load: Callable[[], Any]) -> None:
+    """Let this project's platform plugin and another one, which loads like this, be all that are installed."""
+
+    class Other(EntryPoint):
+        def load(self) -> Any:
+            return load()
+
+    own = EntryPoint("dsv4_triton", "dsv4_triton.backend.plugin:platform", "vllm.platform_plugins")
+    other = Other(name, "other_package:platform", "vllm.platform_plugins")
+    monkeypatch.setattr(plugin, "entry_points", lambda group: [own, other])
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    monkeypatch.delenv(plugin.PLATFORM_VARIABLE, raising=False)
+
+
 @pytest.mark.parametrize(
     ("claims", "allowed", "stands_aside"),
     [("some.Platform", None, True), (None, None, False), ("some.Platform", ["dsv4_triton"], False)],
@@ -70,18 +85,36 @@ def test_a_spawned_process_finds_model_and_platform() -> None:
 def test_platform_stands_aside_for_another_plugin(
     monkeypatch: pytest.MonkeyPatch, claims: str | None, allowed: list[str] | None, stands_aside: bool
 ) -> None:
-    class Other(EntryPoint):
-        def load(self) -> Any:
-            return lambda: claims
-
-    own = EntryPoint("dsv4_triton", "dsv4_triton.backend.plugin:platform", "vllm.platform_plugins")
-    other = Other("npu", "npu_plugin:platform", "vllm.platform_plugins")
-    monkeypatch.setattr(plugin, "entry_points", lambda group: [own, other])
-    if allowed is None:
-        monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    else:
+    other_plugins(monkeypatch, "npu", lambda: lambda: claims)
+    if allowed is not None:
         monkeypatch.setenv("VLLM_PLUGINS", ",".join(allowed))
     assert plugin.platform() == (None if stands_aside else plugin.HOST_PLATFORM_CLASS)
+
+
+@pytest.mark.parametrize("fails", ["to load", "to answer"])
+def test_a_plugin_that_fails_claims_nothing(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    """As vLLM sees it; where this platform is asked for, nothing stands in its way."""
+
+    def fail() -> Any:
+        raise ImportError("libhccl.so: cannot open shared object file")
+
+    other_plugins(monkeypatch, "ascend", fail if fails == "to load" else lambda: fail)
+    assert plugin.platform() == plugin.HOST_PLATFORM_CLASS
+    monkeypatch.setenv(plugin.PLATFORM_VARIABLE, "npu")
+    assert plugin.setting() == (plugin.NPU_PLATFORM_CLASS, "torch_npu alone", "DSV4_TRITON_PLATFORM is npu", None)
+
+
+def test_a_plugin_that_asks_for_the_platform_while_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then vLLM asks all plugins again; the answer within is none, so that the asking ends."""
+    within: list[Any] = []
+
+    def load() -> Any:
+        within.append(plugin.platform())
+        return lambda: None
+
+    other_plugins(monkeypatch, "npu", load)
+    assert plugin.platform() == plugin.HOST_PLATFORM_CLASS and within == [None]
+    assert plugin.platform() == plugin.HOST_PLATFORM_CLASS, "asking within has left nothing behind"
 
 
 @pytest.mark.parametrize(
@@ -103,22 +136,15 @@ def test_platform_where_torch_npu_is_installed(
     assert plugin.platform() == chosen
 
 
-def test_two_platforms_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's own message names the two and not what to do."""
-    messages: list[str] = []
-
-    class Other(EntryPoint):
-        def load(self) -> Any:
-            return lambda: "some.Platform"
-
-    monkeypatch.setattr(plugin, "entry_points", lambda group: [Other("ascend", "a:b", "vllm.platform_plugins")])
-    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    monkeypatch.setenv(plugin.PLATFORM_VARIABLE, "npu")
-    monkeypatch.setattr(plugin.logger, "error", messages.append)
-    assert plugin.platform() == plugin.NPU_PLATFORM_CLASS
-    assert "set VLLM_PLUGINS=dsv4_triton to leave the other out" in messages[0]
-    monkeypatch.delenv(plugin.PLATFORM_VARIABLE)
+def test_two_platforms_end_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where this one was asked for; vLLM would go on after any Exception, and name the two at the end."""
+    other_plugins(monkeypatch, "ascend", lambda: lambda: "some.Platform")
     assert plugin.setting() == (None, "vllm-ascend", "the platform plugin 'ascend' claims this machine", None)
+    monkeypatch.setenv(plugin.PLATFORM_VARIABLE, "npu")
+    with pytest.raises(SystemExit, match="set VLLM_PLUGINS=dsv4_triton to leave the other out"):
+        plugin.platform()
+    monkeypatch.setenv("VLLM_PLUGINS", "dsv4_triton")
+    assert plugin.platform() == plugin.NPU_PLATFORM_CLASS
 
 
 @pytest.fixture

@@ -85,6 +85,13 @@ def environments(checkpoint: str) -> Results:
         yield "torch_npu does not load", message_of(NpuPlatform)
 
 
+def no_model() -> Results:
+    """The worker of a config of vLLM's defaults, which programs make that run parts of it."""
+    from vllm.config import VllmConfig
+
+    yield "no model", message_of(lambda: VllmConfig().parallel_config.worker_cls)
+
+
 if __name__ == "__main__":
     checkpoint = json.loads(sys.argv[1])["checkpoint"]
-    show(starts(checkpoint, CASES), environments(checkpoint))
+    show(starts(checkpoint, CASES), environments(checkpoint), no_model())

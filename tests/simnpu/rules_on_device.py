@@ -69,6 +69,30 @@ def test_nothing_is_tuned(graph: torch.npu.NPUGraph) -> None:
         tuned[(1,)](torch.ones(8, device=NPU))
 
 
+def test_outside_of_captures_kernels_are_tuned() -> None:
+    """By what Triton has for it, with what it is called with."""
+    configs = [triton.Config({"BLOCK": size}) for size in (8, 16)]
+    tuned = triton.autotune(configs=configs, key=["N"])(_muls_add_kernel)
+    tuned._bench = lambda *args, config, **named: [config.kwargs["BLOCK"]] * 3
+    x, out = torch.full((8,), 3.0, device=NPU), torch.empty(8, device=NPU)
+    with capture_rules.enforced(NPU):
+        tuned[(1,)](x, x, out, 8, 2.0)
+    assert tuned.best_config is configs[0] and out.tolist() == [9] * 8
+
+
+def test_another_hook_of_the_compiler_is_asked(graph: torch.npu.NPUGraph, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer says whether the kernel is to be compiled; while a graph is captured none is, and it is not asked."""
+    asked: list[dict[str, Any]] = []
+    kernel = SimpleNamespace(name="some_kernel")
+    for answer in (True, False):
+        monkeypatch.setattr(JITFunction, "cache_hook", lambda answer=answer, **what: asked.append(what) or answer)
+        with capture_rules.enforced(NPU):
+            assert JITFunction.cache_hook(key="a key", fn=kernel) is answer
+            with torch.npu.graph(graph), pytest.raises(CaptureError, match="some_kernel had to be compiled"):
+                JITFunction.cache_hook(key="another", fn=kernel)
+    assert asked == [{"key": "a key", "fn": kernel}] * 2
+
+
 def test_no_kernel_has_a_lock(graph: torch.npu.NPUGraph, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = []
 
