@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Optional, cast
 
 import typer
 from rich.console import Console
 
-from dsv4_triton.console import command_group, print_error, progress_bar, refuse_unwritable
+from dsv4_triton.console import command_group, print_error, progress_bar, progress_lines, refuse_unwritable
 
 if TYPE_CHECKING:
     from dsv4_triton.autotune.search import Found
@@ -112,7 +113,7 @@ def tune(
         return
     from dsv4_triton import offline
     from dsv4_triton.autotune import report, store
-    from dsv4_triton.autotune.run import Settings, run
+    from dsv4_triton.autotune.run import DeviceLostError, Settings, run
     from dsv4_triton.autotune.search import targets
     from dsv4_triton.autotune.trials import cores
     from dsv4_triton.compiler.ascend.tools import tools_for
@@ -151,12 +152,14 @@ def tune(
                     console.print(f"{done}/{len(wanted)} {found.target}: gain {found.gain:.2f}", highlight=False)
 
             results: list[Found] = []
-            interrupted = False
+            interrupted, broken = False, None
             try:
                 with _ended_like_ctrl_c():
                     run(wanted, settings, say)
             except KeyboardInterrupt:
                 interrupted = True
+            except (DeviceLostError, OSError) as error:
+                broken = error
         console.print(report.table(results, settings))
         console.print(report.summary(results, settings), highlight=False)
         if len(results) < len(wanted):
@@ -169,6 +172,8 @@ def tune(
             json.write_text(report.as_json(results, settings))
         if html is not None:
             html.write_text(report.as_html(results, settings))
+        if broken is not None:
+            raise broken
     raise typer.Exit(130 if interrupted else 0 if all(one.winner is not None for one in results) else 1)
 
 
@@ -290,7 +295,8 @@ def verify(
         problems += [f"{line.family} {line.kernel} {line.entry.key}: {why}" for line, why in lost]
         for arch in {target.family.arch for target, _ in checked} - {""}:
             tools_for(arch)
-        with progress_bar(console) as progress:
+        bar = partial(progress_bar, console) if console.is_terminal else partial(progress_lines, Console(stderr=True))
+        with bar() as progress:
             for line, verdict in shipped.verify(checked, jobs=jobs or cores(), seconds=seconds, progress=progress):
                 if not verdict.ok:
                     problems.append(f"{line.family} {line.kernel} {line.entry.key}: {verdict.fate}: {verdict.message}")

@@ -25,6 +25,7 @@ FATES = {
     "wrong": "differs from the reference",
     "crash": "crashed",
     "time": "not done in time",
+    "no gain": "not faster than the default when timed in turn with it",
     "unused": "the op did not ask for it, or no case could check it",
 }
 """Why a try did not count, in words."""

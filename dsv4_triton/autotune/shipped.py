@@ -13,7 +13,7 @@ from dsv4_triton.autotune.run import versions
 from dsv4_triton.autotune.search import asked, check_cases, spaces
 from dsv4_triton.autotune.space import Asked
 from dsv4_triton.autotune.store import ConfigFileError, Entry
-from dsv4_triton.autotune.trials import Target, Verdict, check_on_host, try_all
+from dsv4_triton.autotune.trials import Mode, Target, Verdict, check_on_host, try_all
 from dsv4_triton.bench.registry import cases as all_cases
 from dsv4_triton.device import FAMILIES, HOST
 
@@ -97,17 +97,22 @@ def verify(
     checked: Sequence[tuple[Target, Line]], *, jobs: int, seconds: float, progress: Callable[[int, int, str], None]
 ) -> Iterator[tuple[Line, Verdict]]:
     """Every entry through all gates with the installed toolchain: it compiles, fits and links for its family and equals
-    the reference on the host. On the host family it is run."""
+    the reference on the host; entries that say that the default is best, too. What several sizes of a model share is
+    held to the reference once. On the host family every entry is run in its own case."""
+    held: dict[tuple[Any, ...], Verdict] = {}
     for number, (target, line) in enumerate(checked):
         progress(number, len(checked), f"{line.family} {target}")
         config = line.entry.config or target.default
         verdicts: list[Verdict] = []
-        mode = "device" if target.family is HOST else "offline"
-        try_all([(target, config)], mode, jobs=jobs, seconds=seconds, known={},  # type: ignore[arg-type]
+        mode: Mode = "device" if target.family is HOST else "offline"
+        try_all([(target, config)], mode, jobs=jobs, seconds=seconds, known={},
                 done=lambda _, verdict: verdicts.append(verdict))  # noqa: B023  # fmt: skip
-        verdict = verdicts[0]
-        if verdict.ok and mode == "offline" and line.entry.config is not None:
-            verdict = check_on_host(target, config, list(check_cases(target)), seconds)
+        verdict, case = verdicts[0], target.case
+        if verdict.ok and mode == "offline":
+            at = line.family, line.kernel, case.op, case.model, case.variant, json.dumps(config)
+            if at not in held:
+                held[at] = check_on_host(target, config, list(check_cases(target)), seconds)
+            verdict = held[at]
         yield line, verdict
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from dsv4_triton.autotune import run as runs
-from dsv4_triton.autotune import store
+from dsv4_triton.autotune import shipped, store
 from dsv4_triton.autotune.store import Entry, Found
+from dsv4_triton.autotune.trials import Target, Verdict, try_all
 from dsv4_triton.cli import app
 from dsv4_triton.compiler.ascend import tools
 
@@ -82,6 +85,27 @@ def test_an_interrupted_run_reports_and_says_so(folder: Path, monkeypatch: pytes
     assert result.exit_code == 130 and "1 of 1 are left" in result.output and not folder.exists()
 
 
+def test_a_lost_device_leaves_files_and_report_of_what_was_found(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[object] = []
+
+    def gone(tries: list[object], mode: str, **arguments: Any) -> None:
+        calls.append(tries)
+        if len(calls) > 1:
+            raise runs.DeviceLostError("muls_add flash/decode/b16 does not run with its default: no device")
+        try_all(tries, mode, **arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(runs, "try_all", gone)
+    data = tmp_path / "run.json"
+    cases = ["--case", "flash/decode/b1", "--case", "flash/decode/b16"]
+    result = tune("--family", "a2", "--kernel", "muls_add", *cases, "--tries", "1", "--json", str(data))
+    assert result.exit_code == 1 and "no device. What was found before is kept; go on with --resume" in result.output
+    assert "1 of 2 are left" in result.output and len(json.loads(data.read_text())["results"]) == 1
+    (entry,) = store.read(store.path(folder, "a2", "muls_add"), "a2", "muls_add")
+    assert entry.found.case == "muls_add flash/decode/b1"
+
+
 def test_show_says_what_is_outdated_and_what_is_broken(folder: Path) -> None:
     store.write(folder, "a2", "muls_add", [ENTRY])
     result = tune("show", "--family", "a2")
@@ -96,6 +120,26 @@ def test_verify_fails_for_what_no_longer_works(folder: Path) -> None:
     store.write(folder, "a2", "muls_add", [Entry(ENTRY.key, config, ENTRY.default, ENTRY.found)])
     result = tune("verify", "--family", "a2", "--kernel", "muls_add")
     assert result.exit_code == 1 and "1 problems" in result.output
+
+
+def test_verify_holds_defaults_to_the_reference_too_what_sizes_share_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[dict[str, object]] = []
+
+    def differs(target: Target, config: dict[str, object], *_: object) -> Verdict:
+        held.append(config)
+        return Verdict(config, "wrong", "result 0 differs")
+
+    monkeypatch.setattr(shipped, "check_on_host", differs)
+    default = {"BLOCK": 8192, "multibuffer": None}
+    sizes = {"flash/decode/b64": 1 << 18, "flash/prefill/t4096": 1 << 24, "pro/decode/b64": 1 << 19}
+    found = (replace(ENTRY.found, case=f"muls_add {case}") for case in sizes)
+    keys = (ENTRY.key | {"elements": elements} for elements in sizes.values())
+    store.write(folder, "a2", "muls_add", [Entry(key, None, default, one) for key, one in zip(keys, found)])
+    result = tune("verify", "--family", "a2", "--kernel", "muls_add")
+    assert result.exit_code == 1 and "3 entries checked, 3 problems" in result.output
+    assert held == [default, default], "once for Flash, once for Pro"
 
 
 def test_verify_without_a_compiler_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
