@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, partial
 from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -46,6 +47,12 @@ KERNELS = {
 }
 """Triton kernels of vLLM that a served step launches, by the module whose name is looked up at the launch."""
 
+METHODS = {
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("_init_device_properties", "_warmup_and_capture"),
+    "vllm.v1.worker.gpu_worker:Worker": ("_maybe_get_memory_pool_context",),
+}
+"""Private methods that the classes of `worker_npu` override, by the class of vLLM that calls them."""
+
 
 class UpstreamChangedError(RuntimeError):
     """vLLM lacks a name that this project replaces."""
@@ -54,13 +61,25 @@ class UpstreamChangedError(RuntimeError):
 def replace(module: str, name: str, value: Any) -> Any:
     """Set `name` in `module`, where it has to exist; the former value."""
     target = import_module(module)
-    former = getattr(target, name, None)
-    if former is None:
-        raise UpstreamChangedError(
-            f"{module} has no {name}: this version of vLLM is not known here, dsv4_triton was verified with 0.27.1"
-        )
+    former = _existing(target, module, name)
     setattr(target, name, value)
     return former
+
+
+def check_methods() -> None:
+    """UpstreamChangedError where vLLM lacks one of `METHODS`, so that nothing would call what stands for it."""
+    for owner, names in METHODS.items():
+        for name in names:
+            _existing(resolve_name(owner), owner, name)
+
+
+def _existing(target: Any, title: str, name: str) -> Any:
+    found = getattr(target, name, None)
+    if found is None:
+        raise UpstreamChangedError(
+            f"{title} has no {name}: this version of vLLM is not known here, dsv4_triton was verified with 0.27.1"
+        )
+    return found
 
 
 class Launches:
@@ -76,6 +95,7 @@ class Launches:
 @cache
 def use_npu() -> None:
     """Point this process's vLLM to the NPU, once; UpstreamChangedError where vLLM has changed."""
+    check_methods()
     module = torch.get_device_module("npu")
     for cuda, npu in CUDA_NAMES.items():
         replace("torch.cuda", cuda, getattr(module, npu))

@@ -87,7 +87,8 @@ class NpuWorker(Worker):
         graphs = self.vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
         if self.cache_config.kv_cache_memory_bytes or not graphs or not envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS:
             return available
-        held = self.model_runner.profile_cudagraph_memory()
+        with capture_rules.enforced(self.device):  # it captures some of them
+            held = self.model_runner.profile_cudagraph_memory()
         self.cudagraph_memory_estimate = held
         self.peak_activation_memory += held
         self.available_kv_cache_memory_bytes -= held

@@ -109,3 +109,32 @@ def test_kernels_are_compiled_before_graphs_are_captured(warm_up: bool, monkeypa
     worker.model_runner = SimpleNamespace(model=SimpleNamespace(warm_up=lambda runner: done.append("compiled")))
     worker.compile_or_warm_up_model()
     assert done == [*(["compiled"] if warm_up else []), "captured"] and JITFunction.cache_hook is hook
+
+
+@pytest.mark.parametrize("changed", [{}, {"kv_cache_memory_bytes": 1000}, {"mode": "NONE"}, {"estimates": "0"}])
+def test_what_graphs_hold_is_no_room_for_caches(changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is measured by capturing some of them, which keeps to the rules of captures; unless the caches' size is given,
+    there are no graphs, or vLLM was told not to count them."""
+    from triton.runtime.jit import JITFunction
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from dsv4_triton.backend.worker_npu import NpuWorker
+
+    hook, hooks = JITFunction.cache_hook, list[Any]()
+    monkeypatch.setattr(Worker, "determine_available_memory", lambda worker: 100)
+    monkeypatch.setenv("VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS", changed.get("estimates", "1"))
+    worker = NpuWorker.__new__(NpuWorker)
+    worker.device, worker.peak_activation_memory, worker.available_kv_cache_memory_bytes = torch.device("cpu"), 7, 100
+    worker.cache_config = SimpleNamespace(kv_cache_memory_bytes=changed.get("kv_cache_memory_bytes"))
+    mode = CUDAGraphMode[changed.get("mode", "FULL_DECODE_ONLY")]
+    worker.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
+    measure = lambda: hooks.append(JITFunction.cache_hook) or 30  # noqa: E731
+    worker.model_runner = SimpleNamespace(profile_cudagraph_memory=measure)
+    available = worker.determine_available_memory()
+    assert JITFunction.cache_hook is hook
+    if changed:
+        assert (available, hooks, worker.peak_activation_memory) == (100, [], 7)
+    else:
+        assert available == worker.available_kv_cache_memory_bytes == 70 and worker.peak_activation_memory == 37
+        assert len(hooks) == 1 and hooks[0] is not hook, "captured without rules"

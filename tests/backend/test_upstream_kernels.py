@@ -9,6 +9,7 @@ import random
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from dsv4_triton.backend import upstream_kernels
-from dsv4_triton.backend.upstream_npu import KERNELS, UpstreamChangedError, replace
+from dsv4_triton.backend.upstream_npu import KERNELS, METHODS, UpstreamChangedError, check_methods, replace
 
 pytestmark = pytest.mark.usefixtures("host_driver")
 VOCAB = 300
@@ -224,3 +225,13 @@ def test_page_zeroer() -> None:
 def test_a_name_that_vllm_no_longer_has_ends_the_start() -> None:
     with pytest.raises(UpstreamChangedError, match="block_table has no kernel: this version of vLLM"):
         replace("vllm.v1.worker.block_table", "kernel", None)
+
+
+@pytest.mark.parametrize("owner", METHODS)
+def test_a_method_that_vllm_no_longer_has_ends_the_start(owner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands for it would be called by nobody."""
+    check_methods()
+    name = METHODS[owner][-1]
+    monkeypatch.delattr(resolve_name(owner), name)
+    with pytest.raises(UpstreamChangedError, match=f"{owner} has no {name}: this version of vLLM"):
+        check_methods()

@@ -13,6 +13,7 @@ from triton.runtime.jit import JITFunction
 
 from dsv4_triton.backend import capture_rules
 from dsv4_triton.backend.metadata import StepPlanner
+from dsv4_triton.backend.upstream_npu import _weak_ref_tensor
 from dsv4_triton.device import CaptureError
 from dsv4_triton.kernels._workspace import carve
 from dsv4_triton.kernels.muls_add import _muls_add_kernel, muls_add
@@ -125,3 +126,13 @@ def test_what_later_steps_write_is_not_allocated(graph: torch.npu.NPUGraph) -> N
     slots = planner.plan_idle(step, 64, 1, 512).slots
     with torch.npu.graph(graph):
         assert planner.plan_idle(step, 64, 1, 512).slots.data_ptr() == slots.data_ptr()
+
+
+def test_what_a_graph_gives_is_held_weakly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors with memory are; vLLM asks for what may stand among them, too."""
+    import torch_npu
+
+    monkeypatch.setattr(torch_npu._C, "_weak_ref_tensor", lambda tensor: ("weak", tensor))
+    x, empty = torch.ones(2, device=NPU), torch.ones(0, 4, device=NPU)
+    assert _weak_ref_tensor(x) == ("weak", x)
+    assert _weak_ref_tensor(empty) is empty and _weak_ref_tensor(None) is None
