@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.machinery import ModuleSpec
-from importlib.metadata import FileHash, PackagePath
+from importlib.metadata import FileHash, PackageNotFoundError, PackagePath
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -57,3 +57,16 @@ def test_upstreams_triton_over_triton_ascend(monkeypatch: pytest.MonkeyPatch, tm
     (tmp_path / "triton" / "__init__.py").write_text("abcd")
     with pytest.raises(ConfigError, match=r"lies over triton-ascend in .*: remove both and install triton-ascend"):
         installation.check("cpu")
+
+
+def test_what_no_metadata_tells_of_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build of triton-ascend in place has no list of files, or one without its module; torch_npu is not installed."""
+
+    def unknown(name: str) -> None:
+        raise PackageNotFoundError(name)
+
+    for distribution in (unknown, lambda name: SimpleNamespace(files=None), lambda name: SimpleNamespace(files=[])):
+        monkeypatch.setattr(installation, "distribution", distribution)
+        installation.check("npu")
+    monkeypatch.setattr(installation, "version", unknown)
+    installation.check("npu")
