@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
-from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 from rich.console import Console
 
-from dsv4_triton.console import command_group, print_error, progress_bar, progress_lines, refuse_unwritable
+from dsv4_triton.cli_bench_serve import load, serve
+from dsv4_triton.console import (
+    File,
+    JsonFile,
+    command_group,
+    known,
+    print_error,
+    progress_bar,
+    quiet_console,
+    refuse_unwritable,
+    reported,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from dsv4_triton.bench.registry import Case
@@ -23,8 +32,6 @@ app = command_group()
 
 # Typer evaluates annotations, on Python 3.10 too.
 Names = Optional[list[str]]  # noqa: UP045
-File = Optional[Path]  # noqa: UP045
-JsonFile = Annotated[File, typer.Option("--json", metavar="FILE", help="Write everything that is known to FILE.")]
 FamilyName = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option(help="With --estimate: a2, a3 or a5."),
@@ -38,18 +45,14 @@ EstimateFlag = Annotated[
 
 
 @contextmanager
-def reported(console: Console) -> Iterator[None]:
+def _reported(console: Console) -> Iterator[None]:
     """Errors that a request can cause become one line and status 2."""
-    from dsv4_triton.bench.registry import RegistryError
     from dsv4_triton.bench.results import ResultsError
     from dsv4_triton.bench.run import DeviceMissingError
     from dsv4_triton.compiler.ascend.tools import ToolMissingError
 
-    try:
+    with reported(console, ResultsError, DeviceMissingError, ToolMissingError):
         yield
-    except (ValueError, OSError, RegistryError, ResultsError, DeviceMissingError, ToolMissingError) as error:
-        print_error(console, error)
-        raise typer.Exit(2) from None
 
 
 @app.callback()
@@ -102,7 +105,7 @@ def bench(
     """
     if context.invoked_subcommand is not None:
         return
-    console = _console()
+    console = quiet_console()
     for option, wrong, says in (
         ("--family", family is not None and not estimate, "needs --estimate"),
         ("--estimate", estimate and family is None, "needs --family a2, a3 or a5"),
@@ -112,7 +115,7 @@ def bench(
     ):
         if wrong:
             raise typer.BadParameter(says, param_hint=option)
-    with reported(console):
+    with _reported(console):
         refuse_unwritable((json, html))
         if estimate:
             assert family is not None
@@ -219,15 +222,15 @@ def step(
     json: JsonFile = None,
 ) -> None:
     """A decode step and a prefill chunk of a decoder layer of each kind, stage by stage, on the host or estimated."""
-    console = _console()
+    console = quiet_console()
     if estimate == (family is None):
         raise typer.BadParameter("--estimate and --family go together", param_hint="--family")
     status = 0
-    with reported(console):
+    with _reported(console):
         from dsv4_triton.bench import step as steps
 
         name = model or ("flash" if estimate else "demo")
-        _known("model", name, tuple(steps.MODELS))
+        known("model", name, tuple(steps.MODELS))
         refuse_unwritable((json,))
         found: list[steps.LayerRows] = []
         try:
@@ -238,7 +241,7 @@ def step(
             print_error(console, "interrupted", "ended early")
         for one in found:
             steps.print_layer(one, name, family or "host", console)
-        _write(json, {"model": name, "where": family or "host", "layers": [one.as_dict() for one in found]})
+        write_json(json, {"model": name, "where": family or "host", "layers": [one.as_dict() for one in found]})
     raise typer.Exit(status or int(not all(one.ok for one in found)))
 
 
@@ -285,10 +288,10 @@ def launches(
     json: JsonFile = None,
 ) -> None:
     """How many launches a decode step makes in a layer of each kind: recorded, nothing runs."""
-    console = _console()
-    with reported(console):
-        _known("family", family, ("a2", "a3", "a5", "host"))
-        _known("model", model, ("flash", "pro", "demo"))
+    console = quiet_console()
+    with _reported(console):
+        known("family", family, ("a2", "a3", "a5", "host"))
+        known("model", model, ("flash", "pro", "demo"))
         refuse_unwritable((json,))
         from dsv4_triton.bench.launches import as_dicts, layer_launches, print_layers
 
@@ -296,7 +299,7 @@ def launches(
         layers = layer_launches(**what)
         title = f"launches of a decode step, {model} on {family}, {tokens} tokens at {context}, {dtype}"
         print_layers(layers, title, detail, console)
-        _write(json, {**what, "layers": as_dicts(layers)})
+        write_json(json, {**what, "layers": as_dicts(layers)})
 
 
 @app.command()
@@ -305,122 +308,26 @@ def metadata(
     json: JsonFile = None,
 ) -> None:
     """Time to plan a decode step of 1, 64 and 256 sequences, beside the PyTorch references, and of a look-up."""
-    console = _console()
-    with reported(console):
+    console = quiet_console()
+    with _reported(console):
         refuse_unwritable((json,))
         from dsv4_triton.bench.metadata import run
 
-        _write(json, run(repeat, console))
+        write_json(json, run(repeat, console))
 
 
 @app.command("host-figures")
 def host_figures(json: JsonFile = None) -> None:
     """The host driver's own figures: native kernels, a launch and cold builds, each beside its goal."""
-    console = _console()
-    with reported(console):
+    console = quiet_console()
+    with _reported(console):
         refuse_unwritable((json,))
         from dsv4_triton.bench.host_figures import as_dict, measure, report
 
         rows, launch = measure()
         console.print(report(rows, launch), highlight=False)
-        _write(json, as_dict(rows, launch))
+        write_json(json, as_dict(rows, launch))
 
 
-@app.command()
-def serve(
-    requests: Annotated[int, typer.Option(min=1, help="Concurrent requests, and the batch of transformers.")] = 8,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 256,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens each request generates.")] = 128,
-    repeat: Annotated[int, typer.Option(min=1, help="Timed runs of each side.")] = 3,
-    dtype: Annotated[str, typer.Option(help="dtype of the server: float32 or bfloat16.")] = "float32",
-    beside: Annotated[
-        bool, typer.Option("--transformers/--no-transformers", help="Run transformers in turn with the server.")
-    ] = True,
-    json: JsonFile = None,
-) -> None:
-    """Serve the demo checkpoint on 127.0.0.1, drive it with `vllm bench serve`: tokens per second, TTFT, TPOT."""
-    console = _console()
-    with reported(console):
-        _known("dtype", dtype, ("float32", "bfloat16"))
-        refuse_unwritable((json,))
-        from dsv4_triton.bench.serve import Load, Report, measure, table
-        from dsv4_triton.demo.serve import Interrupts, ServerFailedError
-
-        report, interrupts, status = Report(dtype, Load(requests, prompt_tokens, new_tokens)), Interrupts(), 0
-        try:
-            with interrupts.watched():
-                measure(report, repeat, beside, console, interrupts)
-        except (Exception, KeyboardInterrupt) as error:
-            if not interrupts.pending and not isinstance(error, ServerFailedError):
-                raise
-            status = 130 if interrupts.pending else 1
-            print_error(console, "interrupted" if interrupts.pending else error)
-        if report.runs:
-            console.print(table(report))
-            if report.ratio is not None:
-                console.print(f"ratio {report.ratio:.2f}")
-            _write(json, report.as_json())
-    raise typer.Exit(status)
-
-
-@app.command()
-def load(
-    clients: Annotated[int, typer.Option(min=1, help="Clients at once.")] = 64,
-    minutes: Annotated[float, typer.Option(min=0.0, help="How long they ask.")] = 10.0,
-    drafts: Annotated[int, typer.Option(min=0, max=3, help="Tokens that the MTP block drafts, 0: no speculation.")] = 2,
-    new_tokens: Annotated[int, typer.Option(min=2, max=256, help="Longest answer.")] = 64,
-    leaving: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of clients that go away early.")] = 0.15,
-    cache_mib: Annotated[int, typer.Option(min=8, help="Memory of the KV cache, MiB: little makes preemption.")] = 256,
-    seed: Annotated[int, typer.Option(help="Of prompts, lengths and departures.")] = 0,
-    json: JsonFile = None,
-) -> None:
-    """Load a server of the demo checkpoint for minutes and hold every answer to the one its request got alone.
-
-    Prompts share prefixes, clients go away in the middle, drafts are on. The status is 1 when an answer differs, a
-    request fails, memory grows, or something is left running at the end.
-    """
-    console = _console()
-    with reported(console):
-        refuse_unwritable((json,))
-        from dsv4_triton.bench.load import Plan, Report, measure, table
-        from dsv4_triton.demo.serve import Interrupts, ServerFailedError
-
-        plan, interrupts = Plan(clients, minutes, drafts, new_tokens, leaving, cache_mib, seed), Interrupts()
-        report, status = Report(plan), 0
-        bar = partial(progress_bar, console) if console.is_terminal else partial(progress_lines, Console(stderr=True))
-        try:
-            with interrupts.watched():
-                measure(report, console, interrupts, bar)
-        except (Exception, KeyboardInterrupt) as error:
-            if not interrupts.pending and not isinstance(error, ServerFailedError):
-                raise
-            status = 130 if interrupts.pending else 1
-            print_error(console, "interrupted" if interrupts.pending else error)
-        console.print(table(report))
-        for problem in report.problems[:20]:
-            print_error(console, problem, "problem")
-        _write(json, report.as_json())
-    raise typer.Exit(status or int(bool(report.problems)))
-
-
-def _known(kind: str, name: str, existing: tuple[str, ...]) -> None:
-    if name not in existing:
-        raise ValueError(f"unknown {kind} {name!r}. There are: {', '.join(existing)}")
-
-
-def _write(file: Path | None, content: Any) -> None:
-    """`content` to `file`, as JSON where it is not text."""
-    if file is not None:
-        file.write_text(content if isinstance(content, str) else dumps(content, indent=2) + "\n")
-
-
-def _console() -> Console:
-    """The terminal, or lines of 160 characters where there is none to fold tables for; with quiet libraries.
-
-    The environment is set before torch and vLLM are imported: vLLM's messages stand in nobody's way, and torch's
-    threads sleep while a kernel's threads work.
-    """
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    console = Console()
-    return console if console.is_terminal else Console(width=160)
+app.command()(serve)
+app.command()(load)

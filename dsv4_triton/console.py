@@ -6,7 +6,9 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from json import dumps
 from pathlib import Path
+from typing import Annotated, Any, Optional
 
 import typer
 from rich.console import Console
@@ -14,6 +16,9 @@ from rich.markup import escape
 
 Progress = Callable[[int, int, str], None]
 """Called with what is done, the total and a description."""
+# Typer evaluates annotations, on Python 3.10 too.
+File = Optional[Path]  # noqa: UP045
+JsonFile = Annotated[File, typer.Option("--json", metavar="FILE", help="Write everything that is known to FILE.")]
 
 
 def command_group() -> typer.Typer:
@@ -29,6 +34,41 @@ def command_group() -> typer.Typer:
 def print_error(console: Console, error: object, label: str = "error") -> None:
     """`error` on one line behind a red label."""
     console.print(f"[bold red]{label}:[/bold red] {escape(str(error))}", highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def reported(console: Console, *errors: type[Exception]) -> Iterator[None]:
+    """Errors that a request can cause, `errors` beside ValueError and OSError, become one line and status 2."""
+    kinds: tuple[type[Exception], ...] = (ValueError, OSError, *errors)
+    try:
+        yield
+    except kinds as error:
+        print_error(console, error)
+        raise typer.Exit(2) from None
+
+
+def known(kind: str, name: str, existing: Iterable[str]) -> None:
+    """`ValueError` with what exists where `name` is none of it."""
+    if name not in (names := tuple(existing)):
+        raise ValueError(f"unknown {kind} {name!r}. There are: {', '.join(names)}")
+
+
+def quiet_console() -> Console:
+    """The terminal, or lines of 160 characters where there is none to fold tables for; with quiet libraries.
+
+    The environment is set before torch and vLLM are imported: vLLM's messages stand in nobody's way, and torch's
+    threads sleep while a kernel's threads work.
+    """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    console = Console()
+    return console if console.is_terminal else Console(width=160)
+
+
+def write_json(file: Path | None, content: Any) -> None:
+    """`content` to `file`, as JSON where it is not text; None stands for an output nobody asked for."""
+    if file is not None:
+        file.write_text(content if isinstance(content, str) else dumps(content, indent=2) + "\n")
 
 
 def refuse_unwritable(targets: Iterable[Path | None]) -> None:
@@ -61,14 +101,15 @@ def progress_bar(console: Console) -> Iterator[Progress]:
 
 
 @contextmanager
-def progress_lines(console: Console, seconds: float = 10.0) -> Iterator[Progress]:
-    """A line every `seconds` at most, for work of minutes where there is no terminal."""
+def progress_lines(console: Console, unit: str = "", seconds: float = 10.0) -> Iterator[Progress]:
+    """A line every `seconds` at most, for work of minutes where there is no terminal; `unit` is that of the total."""
     shown = float("-inf")
 
     def show(done: int, total: int, what: str) -> None:
         nonlocal shown
         if (now := time.monotonic()) - shown >= seconds:
             shown = now
-            console.print(f"  {done} of {total}: {what}", highlight=False, markup=False, soft_wrap=True)
+            line = f"  {done} of {total} {unit}".rstrip() + f": {what}"
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     yield show

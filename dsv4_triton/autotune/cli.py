@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Literal, Optional, cast
 import typer
 from rich.console import Console
 
-from dsv4_triton.console import command_group, print_error, progress_bar, progress_lines, refuse_unwritable
+from dsv4_triton.console import (
+    File,
+    command_group,
+    known,
+    print_error,
+    progress_bar,
+    progress_lines,
+    refuse_unwritable,
+    reported,
+)
 
 if TYPE_CHECKING:
     from dsv4_triton.autotune.search import Found
@@ -20,7 +29,6 @@ app = command_group()
 
 # Typer evaluates annotations, on Python 3.10 too.
 Names = Optional[list[str]]  # noqa: UP045
-File = Optional[Path]  # noqa: UP045
 Kernels = Annotated[
     Names, typer.Option("--kernel", metavar="OP", help="An op of the registry; may be given several times.")
 ]
@@ -35,29 +43,24 @@ Seconds = Annotated[float, typer.Option(min=1.0, help="Time for one try.")]
 
 
 @contextmanager
-def reported(console: Console) -> Iterator[None]:
+def _reported(console: Console) -> Iterator[None]:
     """Errors that a request can cause become one line and status 2; a lost device too, with status 1."""
     from dsv4_triton.autotune.run import BusyError, DeviceLostError
-    from dsv4_triton.autotune.store import ConfigFileError
-    from dsv4_triton.bench.registry import RegistryError
     from dsv4_triton.compiler.ascend.tools import ToolMissingError
 
     try:
-        yield
+        with reported(console, BusyError, ToolMissingError):
+            yield
     except DeviceLostError as error:
         print_error(console, f"{error}. What was found before is kept; go on with --resume")
         raise typer.Exit(1) from None
-    except (ValueError, OSError, BusyError, ConfigFileError, RegistryError, ToolMissingError) as error:
-        print_error(console, error)
-        raise typer.Exit(2) from None
 
 
 def _families(names: list[str] | None) -> list[str]:
     from dsv4_triton.device import FAMILIES
 
     for name in names or ():
-        if name not in FAMILIES:
-            raise ValueError(f"unknown family {name!r}. There are: {', '.join(FAMILIES)}")
+        known("family", name, FAMILIES)
     return list(names or FAMILIES)
 
 
@@ -124,7 +127,7 @@ def tune(
     if mode not in ("offline", "device"):
         raise typer.BadParameter(f"{mode!r} is neither 'offline' nor 'device'", param_hint="--mode")
     console = Console()
-    with reported(console):
+    with _reported(console):
         chosen = FAMILIES[_families([family])[0]]
         cases = offline.choose(kernel or (), model or (), case or ())
         refuse_unwritable((json, html))
@@ -229,11 +232,13 @@ def show(
 
     from dsv4_triton.autotune import shipped, store
     from dsv4_triton.autotune.report import difference
+    from dsv4_triton.autotune.search import spaces
 
     console = Console()
-    with reported(console):
+    with _reported(console):
         refuse_unwritable((json,))
-        found, problems = shipped.lines(_families(family), _kernels(kernel))
+        families, kernels = _families(family), _kernels(kernel)
+        found, problems = shipped.lines(families, kernels)
         table = Table(box=None, pad_edge=False)
         for heading in ("family", "kernel", "sizes", "what changed", "us", "gain", "kind", "from", "outdated"):
             table.add_column(heading, overflow="fold")
@@ -252,6 +257,11 @@ def show(
         console.print(table)
         for problem in problems:
             print_error(console, problem, "not used")
+        for name in families:
+            there = {line.kernel for line in found if line.family == name}
+            if without := ", ".join(k for k in kernels or spaces() if k not in there):
+                said = f"{name}: no entry for {without}; where the family launches them, it is with computed defaults"
+                console.print(said, highlight=False, soft_wrap=True)
         outdated = sum(bool(line.old) for line in found)
         console.print(
             f"{len(found)} entries, {outdated} outdated; the user's folder is {store.user_folder()}",
@@ -266,8 +276,7 @@ def _kernels(names: list[str] | None) -> list[str]:
     from dsv4_triton.autotune.search import spaces
 
     for name in names or ():
-        if name not in spaces():
-            raise ValueError(f"unknown kernel {name!r}. There are: {', '.join(spaces())}")
+        known("kernel", name, spaces())
     return names or []
 
 
@@ -287,7 +296,7 @@ def verify(
     from dsv4_triton.compiler.ascend.tools import tools_for
 
     console = Console()
-    with reported(console):
+    with _reported(console):
         found, problems = shipped.lines(_families(family), _kernels(kernel))
         if not found and not problems:
             raise ValueError("there is nothing to verify: no config file has an entry for this")
@@ -315,7 +324,7 @@ def export(
     from dsv4_triton.autotune import shipped, store
 
     console = Console()
-    with reported(console):
+    with _reported(console):
         refuse_unwritable((file,))
         number = shipped.export(file, _families(family))
         if not number:
@@ -332,7 +341,7 @@ def import_(
     from dsv4_triton.autotune import shipped, store
 
     console = Console()
-    with reported(console):
+    with _reported(console):
         folder = out or store.user_folder()
         _writable(folder)
         for (family, kernel), number in shipped.import_from(file, folder).items():
