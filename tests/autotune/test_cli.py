@@ -110,6 +110,7 @@ def test_show_says_what_is_outdated_and_what_is_broken(folder: Path) -> None:
     store.write(folder, "a2", "muls_add", [ENTRY])
     result = tune("show", "--family", "a2")
     assert result.exit_code == 0 and "triton-ascend 0.1 ->" in result.output and "BLOCK=1024" in result.output
+    assert "a2: no entry for attend_merge, " in result.output and " moe_router, o_proj, " in result.output
     store.path(folder, "a2", "muls_add").write_text("{")
     result = tune("show", "--family", "a2")
     assert result.exit_code == 1 and "muls_add.json" in result.output
