@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from dsv4_triton.backend import graphs
+from dsv4_triton.backend import graphs, installation
 from dsv4_triton.backend.op import OP_NAME
 from dsv4_triton.backend.plugin import ARCHITECTURE
 from dsv4_triton.config import ConfigError
@@ -51,6 +51,7 @@ class NpuPlatform(Platform):
         try:
             import torch_npu  # noqa: F401
         except Exception as error:  # of the loader, of torch, or of CANN's Python modules
+            installation.check("npu")  # a torch_npu for another torch does not load either
             raise ConfigError(
                 f"torch_npu is installed but does not load: {error}; is CANN in this shell (source its set_env.sh)? "
                 f"`dsv4-triton doctor` says what is missing"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from dsv4_triton.backend import installation
 from dsv4_triton.backend.plugin import ARCHITECTURE
 from dsv4_triton.config import ConfigError
 
@@ -31,6 +33,24 @@ def test_what_cannot_be_served(changed: dict[str, Any], message: str) -> None:
 
     with pytest.raises(ConfigError, match=message):
         NpuPlatform.check_and_update_config(config(**changed))
+
+
+@pytest.mark.parametrize(
+    ("made_for", "says"),
+    [
+        ("2.13", "torch_npu is installed but does not load: .*; is CANN in this"),
+        ("2.10", "is made for torch 2.10, but"),
+    ],
+)
+def test_a_torch_npu_that_does_not_load(made_for: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is made for another torch, that is the reason."""
+    from dsv4_triton.backend.platform_npu import NpuPlatform
+
+    versions = {"torch": "2.13.0+cpu", "torch-npu": f"{made_for}.0", "vllm": "0.27.1"}
+    monkeypatch.setattr(installation, "_version", versions.get)
+    monkeypatch.setitem(sys.modules, "torch_npu", None)
+    with pytest.raises(ConfigError, match=says):
+        NpuPlatform()
 
 
 def test_a_config_without_a_model_stays_as_it_is() -> None:
