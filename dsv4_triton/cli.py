@@ -11,19 +11,16 @@ from rich.console import Console
 from dsv4_triton import __version__
 from dsv4_triton.autotune.cli import app as tune_app
 from dsv4_triton.cli_bench import app as bench_app
-from dsv4_triton.console import print_error, progress_bar, refuse_unwritable
+from dsv4_triton.console import Commands, print_error, progress_bar, refuse_unwritable
 
 if TYPE_CHECKING:
     from dsv4_triton.demo.checkpoint import DemoSettings
     from dsv4_triton.demo.serve import Interrupts
 
-app = typer.Typer(
+app = Commands(
     name="dsv4-triton",
     no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
     help=(
         "DeepSeek-V4 served with Triton kernels on Huawei Ascend, as a vLLM plugin.\n\n"
         "Serving itself is vLLM's own command; the plugin is found by itself once it is installed:\n\n"

@@ -13,6 +13,8 @@ from typing import Annotated, Any, Optional
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer.core import TyperCommand, TyperGroup
+from typer.models import CommandFunctionType
 
 Progress = Callable[[int, int, str], None]
 """Called with what is done, the total and a description."""
@@ -21,14 +23,46 @@ File = Optional[Path]  # noqa: UP045
 JsonFile = Annotated[File, typer.Option("--json", metavar="FILE", help="Write everything that is known to FILE.")]
 
 
-def command_group() -> typer.Typer:
+class _Listing:
+    """A command whose refusal of an unknown option names all that it has."""
+
+    params: list[Any]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)  # type: ignore[misc]
+        except Exception as error:
+            # The class is click's own or one of Typer's, by version.
+            if hasattr(error, "option_name") and hasattr(error, "possibilities"):
+                names = (name for param in self.params for name in param.opts)
+                error.possibilities = [name for name in names if name.startswith("--")]
+            raise
+
+
+class _Command(_Listing, TyperCommand):
+    pass
+
+
+class _Group(_Listing, TyperGroup):
+    pass
+
+
+class Commands(typer.Typer):
+    """Commands that are printed alike."""
+
+    def __init__(self, **settings: Any) -> None:
+        names = {"help_option_names": ["-h", "--help"]}
+        super().__init__(
+            cls=_Group, add_completion=False, rich_markup_mode="rich", context_settings=names, **settings
+        )  # fmt: skip
+
+    def command(self, name: str | None = None, **settings: Any) -> Callable[[CommandFunctionType], CommandFunctionType]:
+        return super().command(name, cls=_Command, **settings)
+
+
+def command_group() -> Commands:
     """A command with sub-commands that does something itself when none is named."""
-    return typer.Typer(
-        add_completion=False,
-        invoke_without_command=True,
-        rich_markup_mode="rich",
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
+    return Commands(invoke_without_command=True)
 
 
 def print_error(console: Console, error: object, label: str = "error") -> None:
