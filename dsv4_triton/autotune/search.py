@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from dsv4_triton import kernels, offline
 from dsv4_triton.autotune.space import DECLARED, Space, trial
 from dsv4_triton.autotune.trials import GAIN, Target, Verdict
@@ -159,14 +157,17 @@ def check_cases(target: Target) -> Iterator[Case]:
     sized = []
     for other in variants:
         if other.runs_on(target.family):
-            size = sum(_storage(t) for t in other.build(target.family, fill=False).tensors.values())
+            size = _size(other, target.family)
             sized.append((other.step.tokens < 5, size, other.step.tokens, other))
     yield from (entry[-1] for entry in sorted(sized, key=lambda entry: entry[:3]) if entry[1] <= CHECK_BYTES)
     yield from (other for other in select(kernel=case.op, model="demo") if other.runs_on(target.family))
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.itemsize
+def _size(case: Case, family: Family) -> int:
+    """Bytes of a case's arguments that are written; of experts that nobody chose there are only addresses."""
+    limits = case.entry.touched(case.job(family))
+    tensors = case.build(family, fill=False).tensors
+    return sum(min(t.numel() * t.itemsize, limits.get(name, t.numel() * t.itemsize)) for name, t in tensors.items())
 
 
 def spaces_of(found: Iterable[Found]) -> dict[Space, list[Found]]:
