@@ -52,15 +52,3 @@ class TritonDsaBackend(AttentionBackend):
         if include_num_layers_dimension:
             raise NotImplementedError("the caches of DeepSeek-V4 layers differ in shape and cannot be stacked")
         return (0, 1, 2)
-
-    @classmethod
-    def is_mla(cls) -> bool:
-        return True
-
-    @classmethod
-    def is_sparse(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        return True

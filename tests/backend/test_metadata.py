@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dsv4_triton.backend import metadata
+from dsv4_triton.backend.attention import attend
 from dsv4_triton.backend.metadata import DsaMetadataBuilder, StepPlanner
 
 pytestmark = pytest.mark.usefixtures("host_driver")
@@ -172,3 +173,11 @@ def test_builder_takes_the_geometry_of_its_cache() -> None:
     common.num_actual_tokens = np.int32(common.num_actual_tokens)  # as vLLM has it where no drafter's batch is padded
     check(builder.build_for_drafting(common, 1), common, 2, 128)
     assert builder.build(0, common).step.max_seq_len == common.max_seq_len
+
+
+def test_a_step_of_another_number_of_tokens_is_an_error() -> None:
+    layer: Any = SimpleNamespace(caches=SimpleNamespace(window=SimpleNamespace(prefix="window")))
+    metadata = {"window": SimpleNamespace(step=SimpleNamespace(num_tokens=2))}
+    hidden = torch.empty(3, 8)
+    with pytest.raises(ValueError, match="hidden has 3 tokens, the step's metadata 2"):
+        attend(layer, hidden, hidden, hidden, metadata)
