@@ -187,6 +187,13 @@ def test_our_message_comes_first(tmp_path: Path, config: dict[str, Any], argumen
         engine_config(tmp_path, config, arguments)
 
 
+def test_drafts_of_another_checkpoint_are_refused(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    write_checkpoint(other, DemoSettings(ratios=(0,), hash_layers=0, experts=6, hidden=64, intermediate=32))
+    with pytest.raises(ValueError, match=f"model of --speculative-config is {other}: .*own MTP block; leave it out"):
+        engine_config(tmp_path, ONE_BLOCK, speculating(model=str(other)))
+
+
 def test_another_implementation_of_this_model_is_refused_and_of_other_models_is_not() -> None:
     """What `--model-impl transformers` comes to, without the half minute in which vLLM inspects that implementation."""
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
