@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4_triton.backend import upstream_kernels
+from dsv4_triton.backend import compat, upstream_kernels
 from dsv4_triton.backend.upstream_npu import KERNELS, METHODS, UpstreamChangedError, check_methods, replace
 
 pytestmark = pytest.mark.usefixtures("host_driver")
@@ -26,6 +26,7 @@ ORIGINALS = {
     **{name: module for module, names in KERNELS.items() for name in names},
     "eagle_prepare_inputs_padded_kernel": "vllm.v1.spec_decode.utils",
     "eagle_prepare_next_token_padded_kernel": "vllm.v1.spec_decode.utils",
+    "expand_kernel": "vllm.v1.sample.rejection_sampler",
 }
 NEWER = {"tl.sum(is_valid_mask)": "tl.sum(is_valid_mask.to(tl.int32))", "dtype=tl.uint32": "dtype=tl.int32"}
 """triton-ascend 3.2 sums booleans as booleans, newer Triton as integers: vLLM's kernel does not compile with it."""
@@ -192,6 +193,20 @@ def test_sample_recovered_tokens(counts: list[int], drafted: bool, original: Cal
         torch.full_like(s.draft, -7), s.cumulative, s.draft, drafts, s.probabilities, inverse, VOCAB,
         128, NO_DRAFT_PROBS=not drafted, USE_FP64_GUMBEL=False,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("replaced", [(0, 0), (0, 1), (6, 2)])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32])
+@pytest.mark.parametrize("counts", [counts for counts in COUNTS if sum(counts)])
+def test_expand_batch_to_tokens(
+    counts: list[int], dtype: torch.dtype, replaced: tuple[int, int], original: Callable[[str], Any]
+) -> None:
+    """What requests ask for (temperature, top-k, top-p), for each of their tokens."""
+    asked, ends = torch.arange(len(counts)).to(dtype) * 3, cumulative(counts)
+    theirs = torch.full((sum(counts),), -7, dtype=dtype)
+    original("expand_kernel")[(len(counts),)](theirs, asked, ends, *replaced, MAX_NUM_TOKENS=128)
+    found = compat._expanded(asked, ends, sum(counts), *replaced)
+    assert found.dtype == dtype and torch.equal(found, theirs)
 
 
 def check_page_zeroer(device: torch.device) -> None:
