@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Optional, cast
 
@@ -11,7 +12,7 @@ from rich.console import Console
 from dsv4_triton import __version__
 from dsv4_triton.autotune.cli import app as tune_app
 from dsv4_triton.cli_bench import app as bench_app
-from dsv4_triton.console import Commands, print_error, progress_bar, refuse_unwritable
+from dsv4_triton.console import Commands, print_error, progress_bar, refuse_unwritable, table_console
 
 if TYPE_CHECKING:
     from dsv4_triton.demo.checkpoint import DemoSettings
@@ -217,8 +218,10 @@ def compile_kernels(
 
     Kernels go through triton-ascend and the HIVM compiler, their memory is planned and their calls are looked up in the
     device library. The exit status is 1 when one fails or would be wrong, 2 for a request that makes no sense.
+    A report is made with the shipped launch parameters, whatever the user's folder holds.
     """
     from dsv4_triton import offline
+    from dsv4_triton.autotune import store
     from dsv4_triton.bench.registry import RegistryError
     from dsv4_triton.compiler.ascend.tools import ToolMissingError
     from dsv4_triton.offline import report as reports
@@ -229,28 +232,31 @@ def compile_kernels(
     ):
         if given:
             raise typer.BadParameter(f"needs {needs}", param_hint=option)
-    console = Console()
+    console = table_console()
     try:
         families = offline.families() if family is None else [offline.family_named(family)]
         cases = offline.choose(kernel or (), model or (), case or ())
         refuse_unwritable((json, report))
         earlier = None if against is None else reports.parse(against.read_text())
         good, found = True, []
-        for chosen in families:
-            with progress_bar(console) as progress:
-                compiled = offline.compile_cases(cases, chosen, jobs=jobs, seconds=seconds, progress=progress)
-                if report is not None:
-                    found += reports.lines(compiled, chosen, jobs=jobs, progress=progress)
-            if json is not None:
-                json.write_text(offline.as_json(compiled, chosen))
-            if report is None:
-                console.print(offline.table(compiled, chosen))
-            console.print(offline.summary(compiled, chosen), highlight=False)
-            good = good and offline.succeeded(compiled, strict=strict)
-        if report is not None:
-            with console.status("counting the launches of decoder layers"):
-                launches = reports.launch_table(chosen.name for chosen in families)
-            report.write_text(reports.markdown(found, launches))
+        with store.shipped_only() if report is not None else nullcontext():
+            for chosen in families:
+                with progress_bar(console) as progress:
+                    compiled = offline.compile_cases(cases, chosen, jobs=jobs, seconds=seconds, progress=progress)
+                    if report is not None:
+                        found += reports.lines(compiled, chosen, jobs=jobs, progress=progress)
+                if json is not None:
+                    json.write_text(offline.as_json(compiled, chosen))
+                if report is None:
+                    console.print(offline.table(compiled, chosen))
+                console.print(offline.summary(compiled, chosen), highlight=False)
+                if files := store.user_files(chosen.name):
+                    print_error(console, f"{files[0].parent} hides shipped launch parameters", "note")
+                good = good and offline.succeeded(compiled, strict=strict)
+            if report is not None:
+                with console.status("counting the launches of decoder layers"):
+                    launches = reports.launch_table(chosen.name for chosen in families)
+                report.write_text(reports.markdown(found, launches))
         problems = [] if earlier is None else reports.regressions(found, earlier)
     except (ValueError, ToolMissingError, RegistryError, OSError, reports.ReportError) as error:
         print_error(console, error)

@@ -87,16 +87,21 @@ def known(kind: str, name: str, existing: Iterable[str]) -> None:
         raise ValueError(f"unknown {kind} {name!r}. There are: {', '.join(names)}")
 
 
+def table_console() -> Console:
+    """The terminal, or lines of 160 characters where there is none to fold tables for."""
+    console = Console()
+    return console if console.is_terminal else Console(width=160)
+
+
 def quiet_console() -> Console:
-    """The terminal, or lines of 160 characters where there is none to fold tables for; with quiet libraries.
+    """`table_console` with quiet libraries.
 
     The environment is set before torch and vLLM are imported: vLLM's messages stand in nobody's way, and torch's
     threads sleep while a kernel's threads work.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    console = Console()
-    return console if console.is_terminal else Console(width=160)
+    return table_console()
 
 
 def write_json(file: Path | None, content: Any) -> None:

@@ -33,8 +33,20 @@ ALLOWED = {
     "doctor": {"device", "compiler"},
     "console": set(),
     "cli_bench_serve": {"console", "bench", "demo"},
-    "cli_bench": {"console", "cli_bench_serve", "compiler", "bench", "demo", "offline", *BASE},
-    "cli": {"console", "cli_bench", "autotune", "doctor", "demo", "compiler", "kernels", "bench", "offline", *BASE},
+    "cli_bench": {"console", "parameters", "cli_bench_serve", "compiler", "bench", "demo", "offline", *BASE},
+    "cli": {
+        "console",
+        "parameters",
+        "cli_bench",
+        "autotune",
+        "doctor",
+        "demo",
+        "compiler",
+        "kernels",
+        "bench",
+        "offline",
+        *BASE,
+    },
 }
 """What each part of the package may import of the others; the package itself (its version) is open to all."""
 

@@ -20,6 +20,7 @@ from dsv4_triton.console import (
     progress_lines,
     refuse_unwritable,
     reported,
+    table_console,
 )
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ def tune(
         raise typer.BadParameter("is needed: a2, a3, a5 or host", param_hint="--family")
     if mode not in ("offline", "device"):
         raise typer.BadParameter(f"{mode!r} is neither 'offline' nor 'device'", param_hint="--mode")
-    console = Console()
+    console = table_console()
     with _reported(console):
         chosen = FAMILIES[_families([family])[0]]
         cases = offline.choose(kernel or (), model or (), case or ())
@@ -234,13 +235,24 @@ def show(
     from dsv4_triton.autotune.report import difference
     from dsv4_triton.autotune.search import spaces
 
-    console = Console()
+    console = table_console()
     with _reported(console):
         refuse_unwritable((json,))
         families, kernels = _families(family), _kernels(kernel)
         found, problems = shipped.lines(families, kernels)
         table = Table(box=None, pad_edge=False)
-        for heading in ("family", "kernel", "sizes", "what changed", "us", "gain", "kind", "from", "outdated"):
+        for heading in (
+            "family",
+            "kernel",
+            "sizes",
+            "what changed",
+            "us",
+            "of case",
+            "gain",
+            "kind",
+            "from",
+            "outdated",
+        ):
             table.add_column(heading, overflow="fold")
         rows = []
         for line in found:
@@ -250,8 +262,8 @@ def show(
             gain = what.default_microseconds / what.microseconds if what.microseconds else 1.0
             source = "shipped" if line.folder == store.SHIPPED else "user"
             table.add_row(
-                line.family, line.kernel, sizes, changed, f"{what.microseconds:.4g}", f"{gain:.2f}", what.kind,
-                f"{source} {what.date}" + (" (hidden)" if line.hidden else ""), line.old,
+                line.family, line.kernel, sizes, changed, f"{what.microseconds:.4g}", what.case, f"{gain:.2f}",
+                what.kind, f"{source} {what.date}" + (" (hidden)" if line.hidden else ""), line.old,
             )  # fmt: skip
             rows.append({**asdict(line), "folder": str(line.folder), "old": line.old})
         console.print(table)
@@ -295,7 +307,7 @@ def verify(
     from dsv4_triton.autotune.trials import cores
     from dsv4_triton.compiler.ascend.tools import tools_for
 
-    console = Console()
+    console = table_console()
     with _reported(console):
         found, problems = shipped.lines(_families(family), _kernels(kernel))
         if not found and not problems:
@@ -323,7 +335,7 @@ def export(
     """Write what was tuned on this machine to one file, to be carried to another."""
     from dsv4_triton.autotune import shipped, store
 
-    console = Console()
+    console = table_console()
     with _reported(console):
         refuse_unwritable((file,))
         number = shipped.export(file, _families(family))
@@ -340,7 +352,7 @@ def import_(
     """Take results of another machine over into this one's config files."""
     from dsv4_triton.autotune import shipped, store
 
-    console = Console()
+    console = table_console()
     with _reported(console):
         folder = out or store.user_folder()
         _writable(folder)

@@ -91,7 +91,9 @@ def summary(found: Sequence[Found], settings: Settings) -> str:
     gone = rejections(found)
     reasons = "; ".join(f"{n} {FATES.get(fate, 'dropped, as they cannot fit')}" for fate, n in gone.most_common())
     kind = (
-        "by measurement" if settings.kind == "measured" else "by the estimate of docs/cost_model.md; nothing ran on it"
+        "by measurement"
+        if settings.kind == "measured"
+        else "by the estimate of docs/cost_model.md; nothing ran on a device"
     )
     return (
         f"{len(found)} kernels and sizes, {tries} tries, {better} with a better configuration than the default; "

@@ -24,8 +24,8 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -33,6 +33,7 @@ from typing import Any
 
 SCHEMA = 1
 SHIPPED = Path(__file__).parent / "configs"
+FOLDER = "DSV4_TRITON_CONFIG_DIR"
 KINDS = ("estimate", "measured")
 
 
@@ -83,11 +84,32 @@ def _order(at: Iterable[tuple[str, Any]]) -> list[tuple[str, int, str]]:
 
 def user_folder() -> Path:
     """Where `tune` writes and what serving reads before the shipped files."""
-    chosen = os.environ.get("DSV4_TRITON_CONFIG_DIR")
+    chosen = os.environ.get(FOLDER)
     if chosen:
         return Path(chosen)
     base = os.environ.get("XDG_CONFIG_HOME")
     return (Path(base) if base else Path.home() / ".config") / "dsv4_triton" / "configs"
+
+
+def user_files(family: str) -> list[Path]:
+    """The user's config files of a family, which hide shipped entries."""
+    return [] if user_folder() == SHIPPED else sorted((user_folder() / family).glob("*.json"))
+
+
+@contextmanager
+def shipped_only() -> Iterator[None]:
+    """Inside, look-ups, those of child processes too, find what everybody has and nothing of the user's."""
+    usual = os.environ.get(FOLDER)
+    os.environ[FOLDER] = str(SHIPPED)
+    forget()
+    try:
+        yield
+    finally:
+        if usual is None:
+            del os.environ[FOLDER]
+        else:
+            os.environ[FOLDER] = usual
+        forget()
 
 
 def folders() -> tuple[Path, ...]:

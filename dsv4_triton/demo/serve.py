@@ -99,6 +99,11 @@ class Server:
     def last_lines(self, count: int) -> list[str]:
         return self.log.read_text(errors="replace").splitlines()[-count:]
 
+    def message(self) -> str:
+        """The last thing that vLLM told about its progress, without process, time and place; no warning."""
+        told = (re.search(r"\bINFO .*?\] (.*)", line) for line in reversed(self.last_lines(40)))
+        return next((found[1].strip() for found in told if found), "")
+
     def stop(self) -> None:
         """Ask the server to end, then its group, then end the group by force. Safe to call more than once."""
         if self.process.poll() is None:
@@ -176,8 +181,7 @@ def wait_until_ready(server: Server, console: Any, interrupts: Interrupts | None
             seconds = time.monotonic() - began
             if seconds > START_SECONDS:
                 raise ServerFailedError(f"the server was not ready after {START_SECONDS} s")
-            # The message without vLLM's process, level, time and place.
-            line = "".join(server.last_lines(1)).rpartition("] ")[2][:80]
+            line = server.message()[:80]
             status.update(f"starting, {seconds:.0f} s: {escape(line)}")
             if not console.is_terminal and seconds - shown >= 15:
                 console.print(f"  {seconds:.0f} s: {line}", highlight=False, markup=False, soft_wrap=True)

@@ -32,8 +32,8 @@ class Fake:
     def ready(self) -> bool:
         return True
 
-    def last_lines(self, count: int) -> list[str]:
-        return []
+    def message(self) -> str:
+        return ""
 
     def stop(self) -> None:
         Fake.stopped += 1

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from dsv4_triton import offline
+from dsv4_triton.autotune import store
 from dsv4_triton.cli import app
 from dsv4_triton.compiler.ascend import tools
 from dsv4_triton.compiler.ascend.facts import Facts, ScalarLoop, UnwrittenRead
 from dsv4_triton.compiler.ascend.result import CompileResult
 from dsv4_triton.compiler.ascend.tools import Diagnostics
 from dsv4_triton.device import A2, A5, FAMILIES
+from dsv4_triton.offline import report as reports
 
 runner = CliRunner(env={"COLUMNS": "250"})
 SMALL = ["compile", "--family", "a2", "--kernel", "muls_add", "--model", "demo"]
@@ -48,6 +51,34 @@ def test_table_and_report(family: str, tmp_path: Path) -> None:
     for entry in report["kernels"]:
         assert entry["status"] == "ok" and entry["cases"] and entry["types"] and entry["flags"]
         assert entry["facts"]["core"] == "vector" and entry["facts"]["plan"][0]["memory"] == "UB"
+
+
+def test_a_report_takes_shipped_parameters_whatever_the_user_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a user tuned counts for a compile, which says so, and not for a report, which others compare with."""
+    first, *_ = shipped = store.read(store.path(store.SHIPPED, "a2", "muls_add"), "a2", "muls_add")
+    usual, own = first.config or {}, {**first.default, "BLOCK": 64}
+    store.write(tmp_path, "a2", "muls_add", [replace(entry, config=own) for entry in shipped])
+    monkeypatch.setenv(store.FOLDER, str(tmp_path))
+    store.forget()
+    result = run(*SMALL)
+    assert result.exit_code == 0 and f"{tmp_path / 'a2'} hides shipped launch parameters" in result.output
+    assert store.lookup("a2", "muls_add", first.key) == own
+
+    found = []
+
+    def compile_cases(*_, **__):
+        found.append(store.lookup("a2", "muls_add", first.key))
+        return []
+
+    monkeypatch.setattr(offline, "compile_cases", compile_cases)
+    monkeypatch.setattr(reports, "launch_table", lambda _: "")
+    result = run(*SMALL, "--report", str(tmp_path / "report.md"))
+    assert result.exit_code == 0 and "hides" not in result.output and found == [usual]
+    assert store.lookup("a2", "muls_add", first.key) == own
+    monkeypatch.undo()
+    store.forget()
 
 
 @pytest.mark.parametrize(
