@@ -42,7 +42,7 @@ help:
 venv: $(STAMP)
 
 $(STAMP): | python-found
-	@echo "==> making $(VENV) with $(PYTHON) (about 2 GB; takes some minutes the first time)"
+	@echo "==> making $(VENV) with $(PYTHON) (about 3 GB; takes some minutes the first time)"
 	@[ -x $(VENV)/bin/python ] || $(PYTHON) -m venv $(VENV)
 	@echo "==> 1/4 torch, vLLM's requirements and the tools, at the versions of constraints/cpu.txt"
 	@$(PIP_INSTALL) -q -c constraints/cpu.txt setuptools
