@@ -3,7 +3,7 @@
 What a step launches follows from three numbers: its tokens, its requests and vLLM's bound of the longest sequence.
 Launch parameters are chosen by powers of two of these (`autotune.space`), so the powers of two up to the server's
 limits reach every specialisation. For each such step one layer of every kind goes through its launches, which compile
-and run nothing; no cache and no buffer is written.
+and run nothing, and its linear layers multiply nothing; no cache and no buffer is written.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4_triton.backend.compat import forward_context, metadata_builders
+from dsv4_triton.backend.op import OP_NAME, dsa_forward
 from dsv4_triton.compiler.launches import compiling
 from dsv4_triton.config import HC_MULT
 from dsv4_triton.model.layer import DecoderLayer, Pending
@@ -25,6 +27,22 @@ logger = logging.getLogger(f"vllm.{__name__}")
 _SAY_SECONDS = 5.0
 _LONG = 1 << 16
 """Beyond this context, dense compressed rows come in steps of so many tokens: 512 rows of a c128 layer."""
+
+
+class _WithoutProducts(TorchDispatchMode):
+    """Linear layers return memory without values: on a CPU their products would be nearly all of the warm-up's time."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        match op.name():
+            case "aten::linear":
+                x, weight = args[:2]
+                return x.new_empty(*x.shape[:-1], len(weight))
+            case "_C::onednn_mm":  # of vLLM's CPU build, into its first argument
+                return None
+            case name if name == f"vllm::{OP_NAME}":
+                with self:  # which would otherwise end at the op
+                    return dsa_forward(*args, **kwargs or {})
+        return op(*args, **kwargs or {})
 
 
 class StepShape(NamedTuple):
@@ -71,7 +89,8 @@ def warm_up(runner: Any) -> int:
         for shape in layouts(*limits):
             _metadata(runner, shape)
         for number, shape in enumerate(wanted):
-            _step(runner, shape)
+            with _WithoutProducts():
+                _step(runner, shape)
             if time.monotonic() - said > _SAY_SECONDS:
                 said = time.monotonic()
                 logger.info("warm-up: %d of %d steps, %d kernels", number, len(wanted), len(found))

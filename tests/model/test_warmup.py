@@ -8,15 +8,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4_triton.autotune.space import bucket
 from dsv4_triton.compiler.host.launch import Launcher
 from dsv4_triton.device import FAMILIES
-from dsv4_triton.model.warmup import layouts, shapes
+from dsv4_triton.model.warmup import layouts, shapes, warm_up
 from tests.model import capture
 from tests.model.engine import engine, prompt, runner
 
+PRODUCTS = {"aten::linear", "aten::matmul", "aten::mm", "aten::addmm", "aten::bmm", "_C::onednn_mm"}
 LIMITS = {"max_model_len": 640, "max_num_batched_tokens": 48, "max_num_seqs": 4}
+
+
+class Seen(TorchDispatchMode):
+    """Names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        self.names.add(op.name())
+        return op(*args, **kwargs or {})
 
 
 def test_shapes_are_the_powers_of_two_up_to_the_limits() -> None:
@@ -52,6 +66,9 @@ def test_mixed_traffic_and_captures_compile_nothing(
     options = {"dsv4_triton": {"warm_up": "on", "device_family": family, "geometry": geometry}}
     dtype = "float32" if family == "host" else "bfloat16"
     with engine(checkpoint(dtype), dtype=dtype, **LIMITS, additional_config=options) as llm:
+        with Seen() as seen:
+            assert warm_up(runner(llm)) > 20
+        assert "aten::slice.Tensor" in seen.names and not PRODUCTS & {name.split(".")[0] for name in seen.names}
         monkeypatch.setattr(Launcher, "_compile", counted)
         rng = random.Random(7)
         for turn in range(4):
