@@ -241,18 +241,8 @@ def show(
         families, kernels = _families(family), _kernels(kernel)
         found, problems = shipped.lines(families, kernels)
         table = Table(box=None, pad_edge=False)
-        for heading in (
-            "family",
-            "kernel",
-            "sizes",
-            "what changed",
-            "us",
-            "of case",
-            "gain",
-            "kind",
-            "from",
-            "outdated",
-        ):
+        headings = "family", "kernel", "sizes", "what changed", "us", "of case", "gain", "kind", "from", "outdated"
+        for heading in headings:
             table.add_column(heading, overflow="fold")
         rows = []
         for line in found:
