@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -360,3 +361,16 @@ def test_what_others_keep_in_the_hidden_folder_stays(tmp_path: Path) -> None:
 def test_free_port_is_free() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", serve.free_port()))
+
+
+def test_progress_of_a_start_is_what_vllm_tells_last() -> None:
+    lines = [
+        "(APIServer pid=7) INFO 11-30 14:02:11 [core.py:105] Initializing a V1 LLM engine (v0.27.1)",
+        "(EngineCore pid=9) INFO 11-30 14:02:12 [importing.py:68] Triton not installed or not compatible",
+        "(EngineCore pid=9) WARNING 11-30 14:02:13 [system_utils.py:5] Found ulimit of 1024, which may lead to errors",
+        "Too many open files`. Consider increasing with ulimit -n",
+    ]
+    server = SimpleNamespace(last_lines=lambda count: lines)
+    assert serve.Server.message(server) == "Initializing a V1 LLM engine (v0.27.1)"  # type: ignore[arg-type]
+    lines = lines[1:]
+    assert serve.Server.message(server) == ""  # type: ignore[arg-type]

@@ -100,8 +100,9 @@ class Server:
         return self.log.read_text(errors="replace").splitlines()[-count:]
 
     def message(self) -> str:
-        """The last thing that vLLM told about its progress, without process, time and place; no warning."""
-        told = (re.search(r"\bINFO .*?\] (.*)", line) for line in reversed(self.last_lines(40)))
+        """The last thing that vLLM told of its progress, without process, time and place: no warning, and not that it
+        has no Triton for a GPU."""
+        told = (re.search(r"\bINFO .*?\] (?!Triton)(.*)", line) for line in reversed(self.last_lines(40)))
         return next((found[1].strip() for found in told if found), "")
 
     def stop(self) -> None:
