@@ -12,7 +12,7 @@ from rich.console import Console
 from dsv4_triton import __version__
 from dsv4_triton.autotune.cli import app as tune_app
 from dsv4_triton.cli_bench import app as bench_app
-from dsv4_triton.console import Commands, print_error, progress_bar, refuse_unwritable, table_console
+from dsv4_triton.console import Commands, print_error, print_line, progress_bar, refuse_unwritable, table_console
 
 if TYPE_CHECKING:
     from dsv4_triton.demo.checkpoint import DemoSettings
@@ -139,7 +139,7 @@ def demo(
             status = _write_and_serve(directory, settings, serve, port, smoke, console, interrupts)
     except (Exception, KeyboardInterrupt) as error:
         if interrupts.pending:
-            console.print("interrupted")
+            print_line(console, "interrupted")
             raise typer.Exit(130) from None
         if not isinstance(error, (DemoError, OSError)):
             raise
@@ -167,11 +167,11 @@ def _write_and_serve(
     size = sum(file.stat().st_size for file in directory.iterdir()) / 2**20
     done = "wrote" if written else "already there with these settings:"
     what = f"{size:.0f} MiB, {settings.dtype}, compress ratios {list(settings.ratios)}"
-    console.print(f"{done} {directory} ({what})", highlight=False, soft_wrap=True)
+    print_line(console, f"{done} {directory} ({what})")
     if serve:
         return run_demo(directory, dtype=settings.dtype, port=port, smoke=smoke, console=console, interrupts=interrupts)
     flag = " --dtype float32" if settings.dtype == "float32" else ""
-    console.print(f"serve it with: vllm serve {directory}{flag}", highlight=False, soft_wrap=True)
+    print_line(console, f"serve it with: vllm serve {directory}{flag}")
     return 0
 
 
@@ -249,7 +249,7 @@ def compile_kernels(
                     json.write_text(offline.as_json(compiled, chosen))
                 if report is None:
                     console.print(offline.table(compiled, chosen))
-                console.print(offline.summary(compiled, chosen), highlight=False)
+                print_line(console, offline.summary(compiled, chosen))
                 if files := store.user_files(chosen.name):
                     print_error(console, f"{files[0].parent} hides shipped launch parameters", "note")
                 good = good and offline.succeeded(compiled, strict=strict)

@@ -17,6 +17,7 @@ from dsv4_triton.console import (
     command_group,
     known,
     print_error,
+    print_line,
     progress_bar,
     quiet_console,
     refuse_unwritable,
@@ -175,7 +176,7 @@ def _measure(
     if html is not None:
         html.write_text(results.as_html(found, compared))
     console.print(results.table(found))
-    console.print(results.summary(found), highlight=False)
+    print_line(console, results.summary(found))
     if found.ended:
         print_error(console, f"{found.ended}; {len(found.figures)} of {len(cases)} cases are done", "ended early")
     if earlier is not None:
@@ -184,7 +185,7 @@ def _measure(
         worse = results.regressions(compared)
         for change in worse:
             print_error(console, change, "worse")
-        console.print(f"{len(compared)} pairs compared, {len(worse)} worse by more than {threshold:.0%}")
+        print_line(console, f"{len(compared)} pairs compared, {len(worse)} worse by more than {threshold:.0%}")
         if not compared:
             print_error(console, f"no case that was measured is in {baseline}")
         status = status or int(bool(worse) or not compared)
@@ -201,10 +202,10 @@ def _estimate(cases: list[Case], family: str, json: Path | None, console: Consol
     with progress_bar(console) as progress:
         found = estimates.estimates(cases, chosen, progress=progress)
     console.print(estimates.table(found, chosen))
-    console.print(
+    print_line(
+        console,
         "Estimates by docs/cost_model.md from counts of the compiled code. limit: the least bytes or products of the"
         " job at the chip's rates. starts: the launches' own, beside the estimate.",
-        highlight=False,
     )
     if files := user_files(chosen.name):
         print_error(console, f"{files[0].parent} hides shipped launch parameters", "note")
@@ -328,7 +329,7 @@ def host_figures(json: JsonFile = None) -> None:
         from dsv4_triton.bench.host_figures import as_dict, measure, report
 
         rows, launch = measure()
-        console.print(report(rows, launch), highlight=False)
+        print_line(console, report(rows, launch))
         write_json(json, as_dict(rows, launch))
 
 

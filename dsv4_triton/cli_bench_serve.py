@@ -13,6 +13,7 @@ from dsv4_triton.console import (
     JsonFile,
     known,
     print_error,
+    print_line,
     progress_bar,
     progress_lines,
     quiet_console,
@@ -48,7 +49,7 @@ def serve(
         if report.runs:
             console.print(table(report))
             if report.ratio is not None:
-                console.print(f"ratio {report.ratio:.2f}")
+                print_line(console, f"ratio {report.ratio:.2f}")
             write_json(json, report.as_json())
     raise typer.Exit(status)
 

@@ -65,6 +65,11 @@ def command_group() -> Commands:
     return Commands(invoke_without_command=True)
 
 
+def print_line(console: Console, text: str = "", style: str | None = None) -> None:
+    """`text` as it stands and not folded: a terminal folds it, and what reads a pipe gets whole sentences."""
+    console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
 def print_error(console: Console, error: object, label: str = "error") -> None:
     """`error` on one line behind a red label."""
     console.print(f"[bold red]{label}:[/bold red] {escape(str(error))}", highlight=False, soft_wrap=True)
@@ -148,7 +153,6 @@ def progress_lines(console: Console, unit: str = "", seconds: float = 10.0) -> I
         nonlocal shown
         if (now := time.monotonic()) - shown >= seconds:
             shown = now
-            line = f"  {done} of {total} {unit}".rstrip() + f": {what}"
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            print_line(console, f"  {done} of {total} {unit}".rstrip() + f": {what}")
 
     yield show

@@ -320,6 +320,8 @@ def render(report: Report, console: Any) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from dsv4_triton.console import print_line
+
     style = {"ok": "green", "warn": "yellow", "fail": "bold red"}
     table = Table(box=None, pad_edge=False)
     for title in ("", "what", "found"):
@@ -329,10 +331,13 @@ def render(report: Report, console: Any) -> None:
     console.print(table)
     troubles = [check for check in report.checks if check.status != "ok"]
     for check in troubles:
-        console.print(Text.assemble("\n", (check.name, style[check.status]), f": {check.found}\n  do: {check.fix}"))
+        console.print(
+            Text.assemble("\n", (check.name, style[check.status]), f": {check.found}\n  do: {check.fix}"),
+            soft_wrap=True,
+        )
     console.print()
     if report.can_serve:
-        console.print(Text(f"Serving can work here (family {report.family}).", "green"))
+        print_line(console, f"Serving can work here (family {report.family}).", "green")
     else:
         failed = ", ".join(check.name for check in troubles if check.status == "fail")
-        console.print(Text(f"Serving cannot work here until this is fixed: {failed}.", "bold red"))
+        print_line(console, f"Serving cannot work here until this is fixed: {failed}.", "bold red")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from importlib import metadata
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from dsv4_triton import __version__, doctor
 from dsv4_triton.cli import app
+from dsv4_triton.console import print_line
 from dsv4_triton.device import A2, HOST
 
 runner = CliRunner()
@@ -20,6 +23,14 @@ def test_version() -> None:
     result = runner.invoke(app, ["--version"])
     assert result.exit_code == 0 and result.output == f"dsv4-triton {__version__}\n"
     assert metadata.version("dsv4_triton") == __version__
+
+
+def test_lines_are_not_folded_and_brackets_no_markup() -> None:
+    """However long what stands before the words that a script or a test looks for."""
+    out = StringIO()
+    for line in ("a sentence of more than twenty characters", "/a folder/[bold]/1"):
+        print_line(Console(file=out, width=20), line)
+    assert out.getvalue() == "a sentence of more than twenty characters\n/a folder/[bold]/1\n"
 
 
 @pytest.mark.parametrize("command", [[], ["doctor"], ["demo"], ["bench"], ["bench", "serve"]], ids=str)

@@ -16,6 +16,7 @@ from dsv4_triton.console import (
     command_group,
     known,
     print_error,
+    print_line,
     progress_bar,
     progress_lines,
     refuse_unwritable,
@@ -153,7 +154,7 @@ def tune(
                     return
                 results.append(found)
                 if not console.is_terminal:
-                    console.print(f"{done}/{len(wanted)} {found.target}: gain {found.gain:.2f}", highlight=False)
+                    print_line(console, f"{done}/{len(wanted)} {found.target}: gain {found.gain:.2f}")
 
             results: list[Found] = []
             interrupted, broken = False, None
@@ -165,13 +166,11 @@ def tune(
             except (DeviceLostError, OSError) as error:
                 broken = error
         console.print(report.table(results, settings))
-        console.print(report.summary(results, settings), highlight=False)
+        print_line(console, report.summary(results, settings))
         if len(results) < len(wanted):
-            console.print(
-                f"[yellow]{len(wanted) - len(results)} of {len(wanted)} are left; the same command with --resume goes "
-                "on[/yellow]"
-            )
-        console.print(f"config files: {folder / chosen.name}", highlight=False, soft_wrap=True)
+            left = f"{len(wanted) - len(results)} of {len(wanted)} are left; the same command with --resume goes on"
+            print_line(console, left, "yellow")
+        print_line(console, f"config files: {folder / chosen.name}")
         if json is not None:
             json.write_text(report.as_json(results, settings))
         if html is not None:
@@ -263,12 +262,9 @@ def show(
             there = {line.kernel for line in found if line.family == name}
             if without := ", ".join(k for k in kernels or spaces() if k not in there):
                 said = f"{name}: no entry for {without}; where the family launches them, it is with computed defaults"
-                console.print(said, highlight=False, soft_wrap=True)
+                print_line(console, said)
         outdated = sum(bool(line.old) for line in found)
-        console.print(
-            f"{len(found)} entries, {outdated} outdated; the user's folder is {store.user_folder()}",
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip
+        print_line(console, f"{len(found)} entries, {outdated} outdated; the user's folder is {store.user_folder()}")
         if json is not None:
             store.replace_file(json, dumps({"entries": rows, "problems": problems}, indent=1) + "\n")
     raise typer.Exit(1 if problems else 0)
@@ -313,7 +309,7 @@ def verify(
                     problems.append(f"{line.family} {line.kernel} {line.entry.key}: {verdict.fate}: {verdict.message}")
         for problem in problems:
             print_error(console, problem, "failed")
-        console.print(f"{len(checked)} entries checked, {len(problems)} problems", highlight=False)
+        print_line(console, f"{len(checked)} entries checked, {len(problems)} problems")
     raise typer.Exit(1 if problems else 0)
 
 
@@ -330,8 +326,8 @@ def export(
         refuse_unwritable((file,))
         number = shipped.export(file, _families(family))
         if not number:
-            console.print(f"[yellow]nothing was tuned into {store.user_folder()}[/yellow]", soft_wrap=True)
-        console.print(f"{number} entries written to {file}", highlight=False, soft_wrap=True)
+            print_line(console, f"nothing was tuned into {store.user_folder()}", "yellow")
+        print_line(console, f"{number} entries written to {file}")
 
 
 @app.command("import")
@@ -347,5 +343,5 @@ def import_(
         folder = out or store.user_folder()
         _writable(folder)
         for (family, kernel), number in shipped.import_from(file, folder).items():
-            console.print(f"{family} {kernel}: {number} entries", highlight=False)
-        console.print(f"merged into {folder}", highlight=False, soft_wrap=True)
+            print_line(console, f"{family} {kernel}: {number} entries")
+        print_line(console, f"merged into {folder}")

@@ -35,6 +35,7 @@ from dsv4_triton.bench.registry.make import reserve
 from dsv4_triton.bench.registry.models import MODELS
 from dsv4_triton.bench.step import KINDS
 from dsv4_triton.compiler.launches import Launch, recording
+from dsv4_triton.console import print_line
 from dsv4_triton.demo.checkpoint import DemoSettings, model_config
 from dsv4_triton.device import FAMILIES, acting_as
 from dsv4_triton.model.causal_lm import TritonDeepseekV4ForCausalLM
@@ -250,11 +251,11 @@ def print_layers(layers: list[LayerLaunches], title: str, detail: bool, console:
         table.add_row(layer.kind, layer.router, *(str(layer.of(part)) for part in PARTS), str(layer.total))
     console.print(table)
     for layer in layers if detail else ():
-        console.print(f"[bold]{layer.kind}, {layer.router}[/bold]", highlight=False)
+        print_line(console, f"{layer.kind}, {layer.router}", "bold")
         for part in PARTS:
             names = Counter(launched.name for launched in layer.launches if launched.part == part)
             listed = ", ".join(name if count == 1 else f"{count} {name}" for name, count in names.items())
-            console.print(f"  {part}: {listed}", highlight=False, soft_wrap=True)
+            print_line(console, f"  {part}: {listed}")
 
 
 def as_dicts(layers: list[LayerLaunches]) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from dsv4_triton.backend.geometry import FINE_STATE_ROWS, FINE_TOKENS, FINE_WIND
 from dsv4_triton.backend.metadata import StepPlanner
 from dsv4_triton.bench.measure import host_clock
 from dsv4_triton.compiler import host
+from dsv4_triton.console import print_line
 from dsv4_triton.device import HOST
 from dsv4_triton.reference.step_layout import step_layout
 from dsv4_triton.reference.token_slots import token_slots
@@ -126,5 +127,5 @@ def run(repeat: int, console: Console) -> dict[str, Any]:
         table.add_row(str(row["sequences"]), f"{ours:.0f}", f"{theirs:.0f}", f"{ours / theirs:.2f}")
     console.print(table)
     lookup = lookup_seconds()
-    console.print(f"look-up of launch parameters: {lookup * 1e6:.2f} us", highlight=False)
+    print_line(console, f"look-up of launch parameters: {lookup * 1e6:.2f} us")
     return {"steps": figures, "lookup_s": lookup}

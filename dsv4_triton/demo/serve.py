@@ -16,9 +16,12 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any
+
+from dsv4_triton.console import print_line
 
 NAME = "dsv4-demo"
 """The model name that clients send."""
@@ -185,7 +188,7 @@ def wait_until_ready(server: Server, console: Any, interrupts: Interrupts | None
             line = server.message()[:80]
             status.update(f"starting, {seconds:.0f} s: {escape(line)}")
             if not console.is_terminal and seconds - shown >= 15:
-                console.print(f"  {seconds:.0f} s: {line}", highlight=False, markup=False, soft_wrap=True)
+                print_line(console, f"  {seconds:.0f} s: {line}")
                 shown = seconds
             time.sleep(0.5)
     return time.monotonic() - began
@@ -224,9 +227,7 @@ def run_demo(
     port = port or free_port()
     command = server_command(directory, dtype=dtype, port=port)
 
-    def say(text: str = "", style: str | None = None) -> None:
-        console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
-
+    say = partial(print_line, console)
     with ExitStack() as stack:
         if interrupts is None:
             interrupts = Interrupts()
