@@ -1,4 +1,8 @@
-"""The parts of vLLM's API that move between versions (verified with 0.27.1), each behind one function."""
+"""The parts of vLLM's API that move between versions (verified with 0.27.1), each behind one function.
+
+A name that is replaced has to be there. What a worker or a platform replaces ends the start otherwise. The plugin runs
+in every process of vLLM, whatever that serves: it notes what it misses, and `check_hooks` ends the start of this model.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,37 @@ TRANSFORMERS_IMPLEMENTATION = "TransformersMoEForCausalLM"
 ENDLESS = 1 << 30
 """A window, in tokens, longer than any request."""
 
+_lost: set[str] = set()
+
+
+class UpstreamChangedError(RuntimeError):
+    """vLLM lacks a name that this project replaces or extends."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what}: this version of vLLM is not known here, dsv4_triton was verified with 0.27.1")
+
+
+def existing(owner: Any, title: str, name: str) -> Any:
+    """`name` of `owner`, which is called `title`; UpstreamChangedError where there is none."""
+    found = getattr(owner, name, None)
+    if found is None:
+        raise UpstreamChangedError(f"{title} has no {name}")
+    return found
+
+
+def check_hooks() -> None:
+    """UpstreamChangedError where `existing_hook` missed something in this process."""
+    if _lost:
+        raise UpstreamChangedError("; ".join(sorted(_lost)))
+
+
+def existing_hook(owner: Any, title: str, name: str) -> Any:
+    """`existing`, but None, which `check_hooks` tells of, where there is none."""
+    found = getattr(owner, name, None)
+    if found is None:
+        _lost.add(f"{title} has no {name}")
+    return found
+
 
 def pin_model(architecture: str, model_class: str) -> None:
     """Register `model_class` ("module:Class") and keep it, whichever plugin registers the architecture later.
@@ -33,10 +68,12 @@ def pin_model(architecture: str, model_class: str) -> None:
     """
     from vllm.model_executor.models.registry import ModelRegistry
 
+    register = existing_hook(ModelRegistry, "ModelRegistry", "register_model")
+    if register is None:
+        return
     pinned = getattr(ModelRegistry, "_dsv4_triton_pinned", None)
     if pinned is None:
         pinned = {}
-        register = ModelRegistry.register_model
 
         def register_unless_pinned(model_arch: str, model_cls: type[torch.nn.Module] | str) -> None:
             register(model_arch, pinned.get(model_arch, model_cls))
@@ -83,8 +120,9 @@ def split_graph_at(op: str) -> None:
     """Let vLLM cut compiled graphs at the attention op `op` ("vllm::name"), as it does at its own attention ops."""
     from vllm.config import CompilationConfig
 
-    if op not in CompilationConfig._attention_ops:
-        CompilationConfig._attention_ops.append(op)
+    ops = existing(CompilationConfig, "CompilationConfig", "_attention_ops")
+    if op not in ops:
+        ops.append(op)
 
 
 def attention_metadata() -> dict[str, Any] | None:
@@ -120,9 +158,7 @@ def mend_rejection_sampler() -> None:
     """
     from vllm.v1.sample import rejection_sampler
 
-    if not hasattr(rejection_sampler, "expand_batch_to_tokens"):
-        logger.warning("vLLM's rejection sampler has no expand_batch_to_tokens: sampling with drafts was not verified")
-        return
+    existing(rejection_sampler, rejection_sampler.__name__, "expand_batch_to_tokens")
     rejection_sampler.expand_batch_to_tokens = _expanded
 
 
@@ -145,15 +181,13 @@ def extend_api_server(architecture: str, extension: str) -> None:
     """Let `extension` ("module:function") change each HTTP app that this process builds for a model of `architecture`.
 
     A process that has not loaded vLLM's API server (an engine, a worker, offline use) builds no app and is left alone.
-    Without the extension the server still serves, so whatever stands in its way is logged and no error.
+    An extension that fails is logged: without it some malformed requests are answered with 500, all others as usual.
     """
     for module in (sys.modules.get(API_SERVER), sys.modules.get("__main__")):
         if getattr(getattr(module, "__spec__", None), "name", None) != API_SERVER:
             continue
-        build = getattr(module, "build_app", None)
-        if build is None:
-            logger.warning("%s has no build_app: some malformed requests will be answered with 500", API_SERVER)
-        elif not hasattr(build, "_dsv4_triton_extended"):
+        build = existing_hook(module, API_SERVER, "build_app")
+        if build is not None and not hasattr(build, "_dsv4_triton_extended"):
             module.build_app = _extending(build, architecture, extension)  # type: ignore[union-attr]
 
 
@@ -174,16 +208,12 @@ def _extending(build: Callable[..., Any], architecture: str, extension: str) -> 
 def check_draft_first(model_type: str, check: str) -> None:
     """Call `check` ("module:function") with config.json of a checkpoint of `model_type` that is to draft for itself.
 
-    vLLM divides by the number of MTP blocks before it lets an architecture check anything. Without this hook the start
-    still ends there, with a message about a division by zero.
+    vLLM divides by the number of MTP blocks before it lets an architecture check anything.
     """
     from vllm.config import SpeculativeConfig
 
-    override = getattr(SpeculativeConfig, "hf_config_override", None)
-    if override is None:
-        logger.warning("SpeculativeConfig has no hf_config_override: a missing MTP block is found later")
-        return
-    if hasattr(override, "_dsv4_triton_check"):
+    override = existing_hook(SpeculativeConfig, "SpeculativeConfig", "hf_config_override")
+    if override is None or hasattr(override, "_dsv4_triton_check"):
         return
 
     @wraps(override)
@@ -204,11 +234,8 @@ def check_room_for_a_request(architecture: str) -> None:
     """
     from vllm.v1.core import kv_cache_utils
 
-    capacity = getattr(kv_cache_utils, "get_kv_cache_capacity", None)
-    if capacity is None:
-        logger.warning("vLLM has no get_kv_cache_capacity: a cache that is one block too small is not found")
-        return
-    if hasattr(capacity, "_dsv4_triton_checked"):
+    capacity = existing_hook(kv_cache_utils, kv_cache_utils.__name__, "get_kv_cache_capacity")
+    if capacity is None or hasattr(capacity, "_dsv4_triton_checked"):
         return
 
     @wraps(capacity)
@@ -237,11 +264,8 @@ def check_token_ids(architecture: str) -> None:
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.input_processor import InputProcessor
 
-    check = getattr(InputProcessor, "_validate_model_input", None)
-    if check is None:
-        logger.warning("vLLM has no _validate_model_input: token ids outside of the vocabulary are not refused")
-        return
-    if hasattr(check, "_dsv4_triton_checked"):
+    check = existing_hook(InputProcessor, "InputProcessor", "_validate_model_input")
+    if check is None or hasattr(check, "_dsv4_triton_checked"):
         return
 
     @wraps(check)
@@ -271,10 +295,14 @@ def check_first(architecture: str, check: str) -> None:
     vLLM's hook for an architecture, which its own entry for the architecture keeps too. vLLM looks it up under the name
     of the implementation, so that a model which is to be run by another one is checked as well.
     """
-    from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+    from vllm.model_executor.models import config
+    from vllm.model_executor.models.config import VerifyAndUpdateConfig
+
+    # Without it nothing of this model would be checked, the hooks included.
+    checks = existing(config, config.__name__, "MODELS_CONFIG_MAP")
 
     def add(name: str) -> None:
-        upstream = MODELS_CONFIG_MAP.get(name, VerifyAndUpdateConfig)
+        upstream = checks.get(name, VerifyAndUpdateConfig)
         if hasattr(upstream, "_dsv4_triton_check"):
             return
 
@@ -287,7 +315,7 @@ def check_first(architecture: str, check: str) -> None:
                     _named(check)(vllm_config)
                 upstream.verify_and_update_config(vllm_config)
 
-        MODELS_CONFIG_MAP[name] = Checked
+        checks[name] = Checked
 
     add(architecture)
     add(TRANSFORMERS_IMPLEMENTATION)

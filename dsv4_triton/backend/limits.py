@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dsv4_triton.backend import ascend, installation
+from dsv4_triton.backend.compat import check_hooks
 from dsv4_triton.config import ConfigError, ModelSettings
 from dsv4_triton.options import Options
 
@@ -260,8 +261,10 @@ def check_draft(hf_config: Any) -> None:
 
 
 def check(vllm_config: VllmConfig) -> None:
-    """ConfigError for a checkpoint or an option that cannot be served, as far as that shows without a device."""
+    """ConfigError for a checkpoint or an option that cannot be served, as far as that shows without a device;
+    UpstreamChangedError for a vLLM that lacks what the plugin hooks into."""
     installation.check(_read(vllm_config, "device_config.device_type"))
+    check_hooks()
     for part in (*LIMITS, *EXTRAS):
         part.check(vllm_config)
     _check_speculation(vllm_config)

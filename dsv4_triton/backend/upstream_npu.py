@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from dsv4_triton.backend import upstream_kernels
+from dsv4_triton.backend.compat import existing
 from dsv4_triton.backend.upstream_kernels import PageZeroer
 
 CUDA_NAMES = {
@@ -54,14 +55,10 @@ METHODS = {
 """Private methods that the classes of `worker_npu` override, by the class of vLLM that calls them."""
 
 
-class UpstreamChangedError(RuntimeError):
-    """vLLM lacks a name that this project replaces."""
-
-
 def replace(module: str, name: str, value: Any) -> Any:
     """Set `name` in `module`, where it has to exist; the former value."""
     target = import_module(module)
-    former = _existing(target, module, name)
+    former = existing(target, module, name)
     setattr(target, name, value)
     return former
 
@@ -70,16 +67,7 @@ def check_methods() -> None:
     """UpstreamChangedError where vLLM lacks one of `METHODS`, so that nothing would call what stands for it."""
     for owner, names in METHODS.items():
         for name in names:
-            _existing(resolve_name(owner), owner, name)
-
-
-def _existing(target: Any, title: str, name: str) -> Any:
-    found = getattr(target, name, None)
-    if found is None:
-        raise UpstreamChangedError(
-            f"{title} has no {name}: this version of vLLM is not known here, dsv4_triton was verified with 0.27.1"
-        )
-    return found
+            existing(resolve_name(owner), owner, name)
 
 
 class Launches:

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from dsv4_triton.backend import compat, upstream_kernels
-from dsv4_triton.backend.upstream_npu import KERNELS, METHODS, UpstreamChangedError, check_methods, replace
+from dsv4_triton.backend.compat import UpstreamChangedError
+from dsv4_triton.backend.upstream_npu import KERNELS, METHODS, check_methods, replace
 
 pytestmark = pytest.mark.usefixtures("host_driver")
 VOCAB = 300
@@ -27,9 +28,15 @@ ORIGINALS = {
     "eagle_prepare_inputs_padded_kernel": "vllm.v1.spec_decode.utils",
     "eagle_prepare_next_token_padded_kernel": "vllm.v1.spec_decode.utils",
     "expand_kernel": "vllm.v1.sample.rejection_sampler",
+    "_zero_kv_blocks_kernel": "vllm.v1.worker.utils",
 }
-NEWER = {"tl.sum(is_valid_mask)": "tl.sum(is_valid_mask.to(tl.int32))", "dtype=tl.uint32": "dtype=tl.int32"}
-"""triton-ascend 3.2 sums booleans as booleans, newer Triton as integers: vLLM's kernel does not compile with it."""
+NEWER = {
+    "tl.sum(is_valid_mask)": "tl.sum(is_valid_mask.to(tl.int32))",
+    "dtype=tl.uint32": "dtype=tl.int32",
+    "tl.zeros([BLOCK_SIZE], dtype=tl.int32)": "tl.full([BLOCK_SIZE], 0, tl.int32)",
+}
+"""triton-ascend 3.2 sums booleans as booleans, newer Triton as integers: vLLM's kernel does not compile with it. And
+its interpreter does not call a function of Triton that is itself jitted, as zeros is."""
 
 
 @pytest.fixture(scope="module")
@@ -209,25 +216,35 @@ def test_expand_batch_to_tokens(
     assert found.dtype == dtype and torch.equal(found, theirs)
 
 
-def check_page_zeroer(device: torch.device) -> None:
-    """All of the pages in caches of full attention, whose widths may differ, and nothing else. (The host driver has no
-    pointers made of numbers, which is how vLLM's kernel addresses its caches.)"""
+def zeroed(zeroer: type[Any], caches: dict[str, torch.Tensor], device: torch.device) -> None:
+    """What `zeroer` does to blocks 7, 0 and 3 of `caches` [10 blocks, 16, features]; "window" is not of full
+    attention."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-    def spec(kind: Any, **more: Any) -> Any:
-        return kind(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, **more)
+    fields = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    specs = {"full": FullAttentionSpec(**fields), "window": SlidingWindowSpec(sliding_window=64, **fields)}
+    backend = SimpleNamespace(get_kv_cache_block_dim=lambda *_, **__: 0)
+    groups = [
+        SimpleNamespace(
+            kv_cache_spec=spec,
+            layer_names=[name for name in caches if (name == "window") == (kind == "window")],
+            kv_cache_group_id=index,
+            backend=backend,
+        )
+        for index, (kind, spec) in enumerate(specs.items())
+    ]
+    layers = {name: SimpleNamespace(kv_cache=cache) for name, cache in caches.items()}
+    made = zeroer(device, groups, [16, 16], "auto", layers)
+    made.zero_block_ids([])
+    made.zero_block_ids([7, 0, 3])
 
+
+def check_page_zeroer(device: torch.device) -> None:
+    """All of the pages in caches of full attention, whose widths may differ, and nothing of others in their pages."""
     memory = torch.ones(10, 16 * 48, device=device)
     caches = {"one": memory[:, :128].view(10, 16, 8), "two": memory[:, 128:640].view(10, 16, 32)}
     caches["window"] = memory[:, 640:].view(10, 16, 8)
-    groups = [
-        SimpleNamespace(kv_cache_spec=spec(FullAttentionSpec), layer_names=["one", "two"]),
-        SimpleNamespace(kv_cache_spec=spec(SlidingWindowSpec, sliding_window=64), layer_names=["window"]),
-    ]
-    layers = {name: SimpleNamespace(kv_cache=cache) for name, cache in caches.items()}
-    zeroer = upstream_kernels.PageZeroer(device, groups, [16, 16], "auto", layers)
-    zeroer.zero_block_ids([])
-    zeroer.zero_block_ids([7, 0, 3])
+    zeroed(upstream_kernels.PageZeroer, caches, device)
     expected = torch.ones(memory.shape)
     expected[[7, 0, 3], :640] = 0
     assert torch.equal(memory.cpu(), expected)
@@ -235,6 +252,23 @@ def check_page_zeroer(device: torch.device) -> None:
 
 def test_page_zeroer() -> None:
     check_page_zeroer(torch.device("cpu"))
+
+
+def test_page_zeroer_zeroes_what_vllms_does(original: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each cache has memory of its own. vLLM's kernel addresses caches by numbers, of which the host driver makes
+    no pointers: Triton's interpreter runs it."""
+    from triton.runtime.interpreter import InterpretedFunction
+    from vllm.v1.worker import utils
+
+    kernel = InterpretedFunction(original("_zero_kv_blocks_kernel").fn)
+    monkeypatch.setattr(utils, "_zero_kv_blocks_kernel", kernel)
+    found = []
+    for zeroer in (upstream_kernels.PageZeroer, utils.KVBlockZeroer):
+        caches = {name: torch.ones(10, 16, width) for name, width in (("one", 8), ("two", 24), ("window", 8))}
+        zeroed(zeroer, caches, torch.device("cpu"))
+        found.append(caches)
+    for name, cache in found[0].items():
+        assert torch.equal(cache, found[1][name]) and bool((cache == 0).any()) == (name != "window"), name
 
 
 def test_a_name_that_vllm_no_longer_has_ends_the_start() -> None:
