@@ -131,7 +131,7 @@ def tune(
     console = table_console()
     with _reported(console):
         chosen = FAMILIES[_families([family])[0]]
-        cases = offline.choose(kernel or (), model or (), case or ())
+        cases = offline.choose(kernel or (), model or (), case or (), between=True)
         refuse_unwritable((json, html))
         folder = out or store.user_folder()
         _writable(folder)

@@ -79,13 +79,14 @@ def family_named(name: str) -> Family:
     return there[name]
 
 
-def choose(kernels: Sequence[str], models: Sequence[str], cases: Sequence[str]) -> list[Case]:
+def choose(kernels: Sequence[str], models: Sequence[str], cases: Sequence[str], *, between: bool = False) -> list[Case]:
     """The registry's cases of these kernels, models and names; without a model, of all but the demo checkpoint.
+    `between` is that of `select`.
 
     `RegistryError` for what does not exist, listing what does.
     """
     default = [model.name for model in MODELS.values() if not model.demo]
-    return select(kernel=list(kernels) or None, model=list(models) or default, case=list(cases) or None)
+    return select(list(kernels) or None, list(models) or default, list(cases) or None, between)
 
 
 class Recorded(NamedTuple):

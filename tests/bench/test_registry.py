@@ -183,6 +183,15 @@ def test_reserved_memory_takes_no_memory() -> None:
     assert int(tensor[1 << 35]) == 7 and resident() - before < 8 << 20
 
 
+def test_steps_between_those_that_are_reported_are_asked_for() -> None:
+    usual = {case.step.tokens for case in select(kernel="rope", model="flash")}
+    assert usual == {1, 16, 64, 4096}
+    assert {case.step.tokens for case in select(kernel="rope", model="flash", between=True)} == usual | {2, 4, 8}
+    assert {case.step.tokens for case in select(kernel="muls_add", case="flash/decode/*")} == {1, 16, 64}
+    (named,) = select(kernel="muls_add", case="flash/decode/b8")
+    assert named.step.between and named.step.tokens == 8
+
+
 def test_select() -> None:
     assert {case.op for case in select(kernel=["rope", "hc_post"])} == {"rope", "hc_post"}
     assert {case.model for case in select(model="pro")} == {"pro"}
@@ -195,7 +204,7 @@ def test_select() -> None:
     [
         ({"kernel": "hc_pots"}, r"unknown kernel 'hc_pots'; did you mean 'hc_post'\? There are: compressor_fold, "),
         ({"model": "flahs"}, r"unknown model 'flahs'; did you mean 'flash'\? There are: flash, pro, demo"),
-        ({"kernel": "muls_add", "case": "flash/decode/b2"}, r"unknown case 'flash/decode/b2'.*flash/decode/b16"),
+        ({"kernel": "muls_add", "case": "flash/decode/b3"}, r"unknown case 'flash/decode/b3'.*flash/decode/b16"),
         ({"model": "pro", "case": "demo/*"}, r"unknown case 'demo/\*'"),
     ],
 )

@@ -62,12 +62,14 @@ def select(
     kernel: str | Sequence[str] | None = None,
     model: str | Sequence[str] | None = None,
     case: str | Sequence[str] | None = None,
+    between: bool = False,
 ) -> list[Case]:
     """The cases of these ops, models and names; None is all of them. Names may be patterns: `*/decode/*/ctx1m*`.
 
-    Without a model or a name the demo cases are included. `RegistryError` for anything that does not exist.
+    Without a model or a name the demo cases are included. Steps between those that are reported are left out unless
+    `between` asks for them or a name that is no pattern is that of one. `RegistryError` for what does not exist.
     """
-    found = list(cases())
+    found = [c for c in cases() if between or not c.step.between or c.name in _several(case or ())]
     if kernel is not None:
         wanted = _known("kernel", _several(kernel), ops())
         found = [c for c in found if c.op in wanted]

@@ -17,7 +17,7 @@ from dsv4_triton.bench.registry.case import Entry, Inputs, Job, Minimum, Shape, 
 from dsv4_triton.bench.registry.compare import BF16_ROUNDING, Tolerance
 from dsv4_triton.bench.registry.make import Maker
 from dsv4_triton.bench.registry.models import Model
-from dsv4_triton.bench.registry.steps import KI, Step, by_context, by_slots, by_tokens, decode
+from dsv4_triton.bench.registry.steps import BATCHES, KI, Step, by_context, by_slots, by_tokens, decode
 from dsv4_triton.config import HEAD_DIM, INDEX_DIM, ROPE_DIM, WINDOW
 from dsv4_triton.device import RowFormat
 
@@ -178,7 +178,7 @@ def _attention_shapes(model: Model) -> list[Shape]:
         return of_each_geometry([Shape(step, kind) for step in by_tokens(model) for kind in kinds])
     selected = by_context(model, 32 * KI, 1024 * KI, chunk=True)
     everything = 4 * model.settings.index_topk
-    dense = (*(decode(b, everything) for b in (1, 16, 64)), by_tokens(model)[-1])
+    dense = (*(decode(b, everything) for b in BATCHES), by_tokens(model)[-1])
     return of_each_geometry(
         [
             *(Shape(step, "window") for step in by_context(model, 32 * KI)),

@@ -14,11 +14,13 @@ KI = 1024
 
 @dataclass(frozen=True)
 class Step:
-    """`requests` are (tokens before this step, tokens in this step); `padding` rows follow the last request."""
+    """`requests` are (tokens before this step, tokens in this step); `padding` rows follow the last request. A step
+    `between` those that are reported is there for launch parameters, whose files have an entry for each size."""
 
     name: str
     requests: tuple[tuple[int, int], ...]
     padding: int = 0
+    between: bool = False
 
     @property
     def tokens(self) -> int:
@@ -76,7 +78,7 @@ def decode(batch: int, context: int, *, named: bool = True) -> Step:
     lengths = [context - i * context // (2 * batch) - i * 37 % 128 for i in range(batch)]
     order = [(5 * i + 3) % batch for i in range(batch)]
     name = f"decode/b{batch}" + (f"/ctx{_size(context)}" if named else "")
-    return Step(name, tuple((lengths[i] - 1, 1) for i in order))
+    return Step(name, tuple((lengths[i] - 1, 1) for i in order), between=batch in _BETWEEN)
 
 
 def prefill(context: int | None = None) -> Step:
@@ -89,14 +91,16 @@ def prefill(context: int | None = None) -> Step:
 _DEMO_DECODE = Step("decode/b5", ((299, 1), (130, 1), (62, 1), (0, 1), (127, 1)), padding=2)
 _DEMO_PREFILL = Step("prefill/t45", ((0, 17), (120, 20), (255, 8)), padding=3)
 _DEMO = (_DEMO_DECODE, _DEMO_PREFILL)
-_BATCHES = (1, 16, 64)
+_BETWEEN = (2, 4, 8)
+BATCHES = (1, *_BETWEEN, 16, 64)
+"""Requests of the decode steps."""
 
 
 def by_tokens(model: Model) -> tuple[Step, ...]:
     """For ops whose work follows from the number of tokens alone."""
     if model.demo:
         return _DEMO
-    return (*(decode(b, 32 * KI, named=False) for b in _BATCHES), prefill())
+    return (*(decode(b, 32 * KI, named=False) for b in BATCHES), prefill())
 
 
 def by_context(model: Model, *contexts: int, chunk: bool = False) -> tuple[Step, ...]:
@@ -104,7 +108,7 @@ def by_context(model: Model, *contexts: int, chunk: bool = False) -> tuple[Step,
     at the first of the contexts."""
     if model.demo:
         return _DEMO
-    steps = [decode(b, context) for context in contexts for b in _BATCHES]
+    steps = [decode(b, context) for context in contexts for b in BATCHES]
     return (*steps, prefill(contexts[0] if chunk else None))
 
 
