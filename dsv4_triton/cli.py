@@ -250,8 +250,8 @@ def compile_kernels(
                 if report is None:
                     console.print(offline.table(compiled, chosen))
                 print_line(console, offline.summary(compiled, chosen))
-                if files := store.user_files(chosen.name):
-                    print_error(console, f"{files[0].parent} hides shipped launch parameters", "note")
+                if note := store.hidden_by(chosen.name):
+                    print_error(console, note, "note")
                 good = good and offline.succeeded(compiled, strict=strict)
             if report is not None:
                 with console.status("counting the launches of decoder layers"):

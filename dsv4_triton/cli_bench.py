@@ -195,7 +195,7 @@ def _measure(
 def _estimate(cases: list[Case], family: str, json: Path | None, console: Console) -> int:
     """Status 1 where a launch could not be counted for what it is."""
     from dsv4_triton import offline
-    from dsv4_triton.autotune.store import user_files
+    from dsv4_triton.autotune.store import hidden_by
     from dsv4_triton.offline import estimates
 
     chosen = offline.family_named(family)
@@ -207,8 +207,8 @@ def _estimate(cases: list[Case], family: str, json: Path | None, console: Consol
         "Estimates by docs/cost_model.md from counts of the compiled code. limit: the least bytes or products of the"
         " job at the chip's rates. starts: the launches' own, beside the estimate.",
     )
-    if files := user_files(chosen.name):
-        print_error(console, f"{files[0].parent} hides shipped launch parameters", "note")
+    if note := hidden_by(chosen.name):
+        print_error(console, note, "note")
     if json is not None:
         json.write_text(estimates.as_json(found, chosen))
     return int(any(case.problem for case in found))

@@ -32,7 +32,10 @@ app = command_group()
 # Typer evaluates annotations, on Python 3.10 too.
 Names = Optional[list[str]]  # noqa: UP045
 Kernels = Annotated[
-    Names, typer.Option("--kernel", metavar="OP", help="An op of the registry; may be given several times.")
+    Names,
+    typer.Option(
+        "--kernel", metavar="NAME", help="An op, or a kernel as `tune show` names it; may be given several times."
+    ),
 ]
 FamilyNames = Annotated[
     Names, typer.Option("--family", help="a2, a3, a5 or host; may be given several times. Without it: all.")
@@ -116,10 +119,9 @@ def tune(
     """
     if context.invoked_subcommand is not None:
         return
-    from dsv4_triton import offline
     from dsv4_triton.autotune import report, store
     from dsv4_triton.autotune.run import DeviceLostError, Settings, run
-    from dsv4_triton.autotune.search import targets
+    from dsv4_triton.autotune.search import named
     from dsv4_triton.autotune.trials import cores
     from dsv4_triton.compiler.ascend.tools import tools_for
     from dsv4_triton.device import FAMILIES, HOST
@@ -131,7 +133,6 @@ def tune(
     console = table_console()
     with _reported(console):
         chosen = FAMILIES[_families([family])[0]]
-        cases = offline.choose(kernel or (), model or (), case or (), between=True)
         refuse_unwritable((json, html))
         folder = out or store.user_folder()
         _writable(folder)
@@ -145,7 +146,7 @@ def tune(
             chosen, cast(Literal["offline", "device"], mode), folder, jobs or cores(), budget, tries, seconds, resume
         )
         with progress_bar(console) as progress:
-            wanted = targets(cases, chosen, progress)
+            wanted = named(kernel or (), model or (), case or (), chosen, progress)
         with progress_bar(console) as progress:
 
             def say(done: int, what: str, found: Found | None) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from dsv4_triton import kernels, offline
 from dsv4_triton.autotune.space import DECLARED, Space, trial
 from dsv4_triton.autotune.trials import GAIN, Target, Verdict
-from dsv4_triton.bench.registry import Case, select
+from dsv4_triton.bench.registry import Case, ops, select
 from dsv4_triton.compiler.launches import recording
 from dsv4_triton.device import HOST, Family
 
@@ -83,6 +83,27 @@ def targets(cases: Sequence[Case], family: Family, progress: Callable[[int, int,
             if present is None or (present.case.op != space.name and case.op == space.name):
                 found[target.name] = target
     return list(found.values())
+
+
+def named(
+    names: Sequence[str],
+    models: Sequence[str],
+    cases: Sequence[str],
+    family: Family,
+    progress: Callable[[int, int, str], None],
+) -> list[Target]:
+    """The targets of these ops, and those of these kernels in the cases of any op; without a name all. Models and cases
+    are those of `offline.choose`, steps between the reported ones included; `RegistryError` for what does not exist."""
+    alone = {name for name in names if name not in ops() and name in spaces()}
+    found: list[Target] = []
+    if not alone or len(alone) < len(set(names)):
+        of_ops = [name for name in names if name not in alone]
+        found = targets(offline.choose(of_ops, models, cases, between=True), family, progress)
+    if alone:
+        there = {target.name for target in found}
+        others = targets(offline.choose((), models, cases, between=True), family, progress)
+        found += [target for target in others if target.space.name in alone and target.name not in there]
+    return found
 
 
 def asked(case: Case, family: Family) -> list[Any]:

@@ -91,9 +91,11 @@ def user_folder() -> Path:
     return (Path(base) if base else Path.home() / ".config") / "dsv4_triton" / "configs"
 
 
-def user_files(family: str) -> list[Path]:
-    """The user's config files of a family, which hide shipped entries."""
-    return [] if user_folder() == SHIPPED else sorted((user_folder() / family).glob("*.json"))
+def hidden_by(family: str) -> str:
+    """ "" or a sentence that names the user's folder, where its config files hide shipped entries of a family."""
+    folder = user_folder() / family
+    hides = user_folder() != SHIPPED and any(folder.glob("*.json"))
+    return f"{folder} hides shipped launch parameters" if hides else ""
 
 
 @contextmanager

@@ -16,10 +16,10 @@ from rich.console import Console
 from dsv4_triton.autotune import report, store
 from dsv4_triton.autotune import run as runs
 from dsv4_triton.autotune.run import BusyError, DeviceLostError, Settings
-from dsv4_triton.autotune.search import OutOfTimeError, search, targets
+from dsv4_triton.autotune.search import OutOfTimeError, named, search, targets
 from dsv4_triton.autotune.space import Space
 from dsv4_triton.autotune.trials import Target, Verdict
-from dsv4_triton.bench.registry import select
+from dsv4_triton.bench.registry import RegistryError, select
 from dsv4_triton.device import A2, HOST
 
 CASE = select(kernel="muls_add", model="demo")[0]
@@ -108,6 +108,20 @@ def test_targets_are_the_kernels_of_the_cases_once_for_each_bucket() -> None:
     found = targets(select(kernel="muls_add", model="demo"), HOST, lambda *_: None)
     assert [one.space.name for one in found] == ["muls_add"] * len(found)
     assert len({one.name for one in found}) == len(found)
+
+
+def test_targets_are_named_by_op_or_by_kernel() -> None:
+    """hc_mix is a kernel of three ops and none itself, muls_add is both."""
+
+    def kernels(*names: str, case: str = "demo/*") -> list[str]:
+        return [one.space.name for one in named(names, ["demo"], [case], HOST, lambda *_: None)]
+
+    assert set(kernels("hc_mix")) == {"hc_mix"} and set(kernels("muls_add")) == {"muls_add"}
+    both = kernels("hc_pre", "hc_mix")
+    assert set(both) == {"hc_pre", "hc_mix"} and set(kernels("hc_pre")) <= set(both)
+    assert set(kernels()) > {"hc_mix", "muls_add", "rope"}
+    with pytest.raises(RegistryError, match="unknown kernel 'hc_mic'"):
+        kernels("hc_mix", "hc_mic")
 
 
 @pytest.fixture
