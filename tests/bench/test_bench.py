@@ -218,7 +218,7 @@ def interrupted_after(monkeypatch: pytest.MonkeyPatch, event: BaseException) -> 
     ("arguments", "says"),
     [
         (["--kernel", "hc_pots"], "did you mean 'hc_post'? There are: compressor_fold"),
-        (["--case", "flash/decode/b2"], "unknown case 'flash/decode/b2'"),
+        (["--case", "flash/decode/b3"], "unknown case 'flash/decode/b3'"),
         (["--model", "large"], "There are: flash, pro, demo"),
         (["--device", "gpu"], "There are: host, npu, cuda"),
         (["--device", "npu"], "needs torch_npu"),
