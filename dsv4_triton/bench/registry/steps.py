@@ -91,8 +91,8 @@ def prefill(context: int | None = None) -> Step:
 _DEMO_DECODE = Step("decode/b5", ((299, 1), (130, 1), (62, 1), (0, 1), (127, 1)), padding=2)
 _DEMO_PREFILL = Step("prefill/t45", ((0, 17), (120, 20), (255, 8)), padding=3)
 _DEMO = (_DEMO_DECODE, _DEMO_PREFILL)
-_BETWEEN = (2, 4, 8)
-BATCHES = (1, *_BETWEEN, 16, 64)
+_BETWEEN = (2, 4, 8, 32, 128, 256)
+BATCHES = tuple(sorted((1, 16, 64, *_BETWEEN)))
 """Requests of the decode steps."""
 
 
