@@ -71,8 +71,8 @@ def spaces() -> dict[str, Space]:
 
 
 def targets(cases: Sequence[Case], family: Family, progress: Callable[[int, int, str], None]) -> list[Target]:
-    """Every kernel at every bucket of sizes that the cases ask for; each once, with the case of the kernel's own op if
-    there is one, else with the first."""
+    """Every kernel at every bucket of sizes that the cases ask for; each once, with a case of the kernel's own op if
+    one asks for it, even if it is none of `cases`: in the time of another op its own would be lost."""
     found: dict[str, Target] = {}
     cases = [case for case in cases if case.runs_on(family)]
     for number, case in enumerate(cases):
@@ -82,7 +82,21 @@ def targets(cases: Sequence[Case], family: Family, progress: Callable[[int, int,
             present = found.get(target.name)
             if present is None or (present.case.op != space.name and case.op == space.name):
                 found[target.name] = target
-    return list(found.values())
+    return [_in_own_op(target) for target in found.values()]
+
+
+def _in_own_op(target: Target) -> Target:
+    """`target` with a case of the kernel's own op and as many tokens, if one asks for it."""
+    name, family = target.space.name, target.family
+    if target.case.op == name or name not in ops():
+        return target
+    for case in select(kernel=name, model=target.case.model, between=True):
+        if case.step.tokens == target.case.step.tokens and case.runs_on(family):
+            for space, _, key in asked(case, family):
+                own = Target(space, family, key, case)
+                if own.name == target.name:
+                    return own
+    return target
 
 
 def named(

@@ -110,6 +110,16 @@ def test_targets_are_the_kernels_of_the_cases_once_for_each_bucket() -> None:
     assert len({one.name for one in found}) == len(found)
 
 
+def test_a_kernel_that_is_an_op_is_tuned_in_its_own_case() -> None:
+    """As if the op had been asked for: `o_proj` rotates, and a faster rotation would be lost in its time."""
+    through, itself = (
+        {one.name: one.case for one in targets(select(kernel=op, case="flash/decode/b1*"), A2, lambda *_: None)}
+        for op in ("o_proj", "rope")
+    )
+    rotations = {name: case for name, case in through.items() if name.startswith("rope ")}
+    assert rotations and all(itself[name] == case for name, case in rotations.items())
+
+
 def test_targets_are_named_by_op_or_by_kernel() -> None:
     """hc_mix is a kernel of three ops and none itself, muls_add is both."""
 

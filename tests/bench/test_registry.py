@@ -186,7 +186,14 @@ def test_reserved_memory_takes_no_memory() -> None:
 def test_steps_between_those_that_are_reported_are_asked_for() -> None:
     usual = {case.step.tokens for case in select(kernel="rope", model="flash")}
     assert usual == {1, 16, 64, 4096}
-    assert {case.step.tokens for case in select(kernel="rope", model="flash", between=True)} == usual | {2, 4, 8, 32, 128, 256}
+    assert {case.step.tokens for case in select(kernel="rope", model="flash", between=True)} == usual | {
+        2,
+        4,
+        8,
+        32,
+        128,
+        256,
+    }
     assert {case.step.tokens for case in select(kernel="muls_add", case="flash/decode/*")} == {1, 16, 64}
     (named,) = select(kernel="muls_add", case="flash/decode/b8")
     assert named.step.between and named.step.tokens == 8
