@@ -5,10 +5,13 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import multiprocessing
 import random
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
+from pathlib import Path
 from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
@@ -39,27 +42,26 @@ NEWER = {
 its interpreter does not call a function of Triton that is itself jitted, as zeros is."""
 
 
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+def jitted(name: str, folder: Path) -> Any:
     """vLLM's kernel of a name. On a CPU vLLM makes plain functions of its kernels, and an engine that has run in this
     process has put others in their place: what is jitted here is the source in the module's file."""
-    folder = tmp_path_factory.mktemp("kernels")
+    text = inspect.getsource(import_module(ORIGINALS[name]))
+    found = next(part for part in ast.parse(text).body if isinstance(part, ast.FunctionDef) and part.name == name)
+    source = "\n".join(text.splitlines()[found.decorator_list[0].lineno - 1 : found.end_lineno])
+    for new, old in NEWER.items():
+        source = source.replace(new, old)
+    path = folder / f"upstream{name}.py"
+    path.write_text(f"import triton\nimport triton.language as tl\n\n{source}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
 
-    def load(name: str) -> Any:
-        text = inspect.getsource(import_module(ORIGINALS[name]))
-        found = next(part for part in ast.parse(text).body if isinstance(part, ast.FunctionDef) and part.name == name)
-        source = "\n".join(text.splitlines()[found.decorator_list[0].lineno - 1 : found.end_lineno])
-        for new, old in NEWER.items():
-            source = source.replace(new, old)
-        path = folder / f"upstream{name}.py"
-        path.write_text(f"import triton\nimport triton.language as tl\n\n{source}")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None and spec.loader is not None
-        module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return getattr(module, name)
 
-    return load
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    return partial(jitted, folder=tmp_path_factory.mktemp("kernels"))
 
 
 def ours(name: str) -> Launch:
@@ -254,21 +256,36 @@ def test_page_zeroer() -> None:
     check_page_zeroer(torch.device("cpu"))
 
 
-def test_page_zeroer_zeroes_what_vllms_does(original: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where each cache has memory of its own. vLLM's kernel addresses caches by numbers, of which the host driver makes
-    no pointers: Triton's interpreter runs it."""
+def own_memory() -> dict[str, torch.Tensor]:
+    """Caches that share no pages, as vLLM's zeroer takes them."""
+    return {name: torch.ones(10, 16, width) for name, width in (("one", 8), ("two", 24), ("window", 8))}
+
+
+def vllms_zeroer(folder: Path, results: Any) -> None:
+    """Put what vLLM's zeroer leaves of `own_memory`. Its kernel addresses caches by numbers, of which the host driver
+    makes no pointers: Triton's interpreter runs it, after which nothing can be compiled in the process."""
     from triton.runtime.interpreter import InterpretedFunction
     from vllm.v1.worker import utils
 
-    kernel = InterpretedFunction(original("_zero_kv_blocks_kernel").fn)
-    monkeypatch.setattr(utils, "_zero_kv_blocks_kernel", kernel)
-    found = []
-    for zeroer in (upstream_kernels.PageZeroer, utils.KVBlockZeroer):
-        caches = {name: torch.ones(10, 16, width) for name, width in (("one", 8), ("two", 24), ("window", 8))}
-        zeroed(zeroer, caches, torch.device("cpu"))
-        found.append(caches)
-    for name, cache in found[0].items():
-        assert torch.equal(cache, found[1][name]) and bool((cache == 0).any()) == (name != "window"), name
+    utils._zero_kv_blocks_kernel = InterpretedFunction(jitted("_zero_kv_blocks_kernel", folder).fn)
+    caches = own_memory()
+    zeroed(utils.KVBlockZeroer, caches, torch.device("cpu"))
+    results.put({name: cache.numpy() for name, cache in caches.items()})
+
+
+def test_page_zeroer_zeroes_what_vllms_does(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    child = context.Process(target=vllms_zeroer, args=(tmp_path, results))
+    child.start()
+    try:
+        theirs = results.get(timeout=120)
+    finally:
+        child.join(timeout=30)
+    caches = own_memory()
+    zeroed(upstream_kernels.PageZeroer, caches, torch.device("cpu"))
+    for name, cache in caches.items():
+        assert (cache.numpy() == theirs[name]).all() and bool((cache == 0).any()) == (name != "window"), name
 
 
 def test_a_name_that_vllm_no_longer_has_ends_the_start() -> None:
