@@ -96,7 +96,7 @@ def test_a_token_does_not_depend_on_its_batch():
     together = moe_experts(x, w13, w2, weights, ids, swiglu_limit=LIMIT)
     for t in (0, 50, 129):
         alone = moe_experts(x[t : t + 1], w13, w2, weights[t : t + 1], ids[t : t + 1], swiglu_limit=LIMIT)
-        assert_close(alone[0], together[t], rtol=1e-6, atol=1e-6)
+        assert_close(alone[0], together[t], **tolerance(FP32))
 
 
 def test_rounds_once_to_the_dtype_of_out():
@@ -116,7 +116,7 @@ def test_a_shared_expert_is_one_more_choice():
     )
     routed = moe_experts(x, w13, w2, weights, ids, swiglu_limit=LIMIT)
     shared = moe_experts(x, w13, w2, torch.ones(12, 1), every, swiglu_limit=LIMIT)
-    assert_close(both, routed + shared, rtol=1e-6, atol=1e-6)
+    assert_close(both, routed + shared, **tolerance(FP32))
 
 
 def test_long_steps_run_in_parts(monkeypatch):
@@ -125,7 +125,7 @@ def test_long_steps_run_in_parts(monkeypatch):
     monkeypatch.setattr(kernel, "RUN_TOKENS", 16)
     workspace = torch.empty(moe_experts_workspace(43, 6, 16, 64, 48, FP32), dtype=torch.uint8)
     # tiles of other heights: sums of products in another order
-    assert_close(moe_experts(*args, swiglu_limit=LIMIT, workspace=workspace), whole, rtol=1e-6, atol=1e-6)
+    assert_close(moe_experts(*args, swiglu_limit=LIMIT, workspace=workspace), whole, **tolerance(FP32))
 
 
 @pytest.mark.parametrize("family", [HOST, A2])
