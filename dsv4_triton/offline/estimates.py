@@ -6,22 +6,18 @@ The facts are counts of the planned HIVM, the estimate is the model of docs/cost
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
-from itertools import groupby
 from typing import Any
 
-import torch
 from rich.table import Table
 from rich.text import Text
 
 from dsv4_triton.bench.registry import Case, Minimum
-from dsv4_triton.compiler.ascend.jobs import Outcome, run_all
 from dsv4_triton.compiler.cost.estimate import minimum_seconds
 from dsv4_triton.device import Family
 from dsv4_triton.offline import Compiled, compile_cases
+from dsv4_triton.offline.counting import counted
 
 BINDING = {
     "cube": "cube", "cube_feed": "cube", "vector": "vector", "scalar": "scalar", "transfer_in": "memory in",
@@ -29,7 +25,6 @@ BINDING = {
 }  # fmt: skip
 """Kinds of the cost model's resources; the others are transfers in both directions."""
 LAUNCH = "launch"
-_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -105,21 +100,14 @@ def estimates(
 ) -> list[CaseEstimate]:
     """Compile and count the cases that `family` has, in their order."""
     compiled = compile_cases(cases, family, jobs=jobs, progress=progress)
-    groups = [(case, list(group)) for case, group in groupby(compiled, lambda one: one.case)]
-    found: dict[int, list[LaunchEstimate]] = {}
-
-    def finish(index: int, outcome: Outcome) -> None:
-        case, group = groups[index]
-        if outcome.fate == "done":
-            found[index] = [LaunchEstimate(**one) for one in json.loads(outcome.body)]
+    found = []
+    for one in counted(compiled, lambda _, group: _launches(group, family), jobs=jobs, progress=progress):
+        if one.problem:
+            launches = [LaunchEstimate(part.result.kernel, 0, problem=one.problem) for part in one.launches]
         else:
-            problem = f"not counted: {outcome.message or outcome.fate}"
-            found[index] = [LaunchEstimate(one.result.kernel, 0, problem=problem) for one in group]
-        progress(len(found), len(groups), f"counted {case}")
-
-    work = [lambda group=group: _counted(group, family) for _, group in groups]
-    run_all(work, jobs or len(os.sched_getaffinity(0)), _SECONDS, finish, nullcontext())
-    return [_case(case, found[index], family) for index, (case, _) in enumerate(groups)]
+            launches = [LaunchEstimate(**part) for part in one.found]
+        found.append(_case(one.case, launches, family))
+    return found
 
 
 def limit(least: Minimum, family: Family) -> tuple[float, str]:
@@ -138,10 +126,8 @@ def _case(case: Case, launches: Sequence[LaunchEstimate], family: Family) -> Cas
     )  # fmt: skip
 
 
-def _counted(group: Sequence[Compiled], family: Family) -> bytes:
-    """In a forked process: torch's own threads have stayed behind in its parent."""
-    torch.set_num_threads(1)
-    return json.dumps([asdict(_launch(one, family)) for one in group]).encode()
+def _launches(group: Sequence[Compiled], family: Family) -> list[dict[str, Any]]:
+    return [asdict(_launch(one, family)) for one in group]
 
 
 def _launch(one: Compiled, family: Family) -> LaunchEstimate:

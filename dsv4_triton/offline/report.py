@@ -6,30 +6,22 @@ with an earlier one. All of it follows from the source and the pinned toolchain,
 
 from __future__ import annotations
 
-import gc
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
 from itertools import groupby
 from math import isnan
 
-import torch
-
 from dsv4_triton.bench.registry import Case
-from dsv4_triton.compiler.ascend.jobs import Outcome, run_all
 from dsv4_triton.compiler.cost.estimate import minimum_seconds
 from dsv4_triton.device import FAMILIES, Family
-from dsv4_triton.offline import Compiled
+from dsv4_triton.offline import Compiled, Progress
+from dsv4_triton.offline.counting import counted
 from dsv4_triton.offline.peers import peer_of
 
-Progress = Callable[[int, int, str], None]
 ALLOWANCE = 1.05
 """A ratio may grow by this factor before it counts as a regression."""
-_TOGETHER = 8
-"""Cases that one process counts: it costs as much to start as to count one. Where it fails, each is counted alone."""
-_SECONDS = 600.0
 
 
 class ReportError(RuntimeError):
@@ -76,42 +68,14 @@ def lines(
     compiled: Sequence[Compiled], family: Family, *, jobs: int | None = None, progress: Progress | None = None
 ) -> list[Line]:
     """The lines of compiled cases, in their order; `progress(done, total, what)` while they are counted."""
-    cases = [(case, list(group)) for case, group in groupby(compiled, lambda one: one.case)]
-    found: dict[int, Line] = {}
-    alone: list[range] = []
-
-    def count(parts: Sequence[range]) -> None:
-        def finish(which: int, outcome: Outcome) -> None:
-            part = parts[which]
-            if outcome.fate == "done":
-                texts = outcome.body.decode().splitlines()
-                found.update((index, _read(text, family.name)) for index, text in zip(part, texts, strict=True))
-            elif len(part) > 1:
-                alone.extend(range(index, index + 1) for index in part)
-            else:
-                case, group = cases[part[0]]
-                status = f"not counted: {outcome.message or outcome.fate}"
-                found[part[0]] = Line(
-                    family.name, case.op, case.name, status, len(group), 0, 0, 0, 0.0, 0.0, 0.0, "", ""
-                )
-            if progress is not None:
-                progress(len(found), len(cases), f"counted {cases[part[-1]][0]}")
-
-        work = [lambda part=part: _counted([cases[index] for index in part], family) for part in parts]
-        run_all(work, jobs or len(os.sched_getaffinity(0)), _SECONDS, finish, nullcontext())
-
-    every = range(len(cases))
-    count([every[first : first + _TOGETHER] for first in every[::_TOGETHER]])
-    count(alone)
-    return [found[index] for index in every]
-
-
-def _counted(cases: Iterable[tuple[Case, Sequence[Compiled]]], family: Family) -> bytes:
-    """The cells of some lines, in a forked process: torch's own threads have stayed behind in its parent, and whatever
-    is touched of the parent's objects is copied."""
-    gc.disable()
-    torch.set_num_threads(1)
-    return "\n".join(_cells(_line(case, group, family)) for case, group in cases).encode()
+    found = []
+    for one in counted(compiled, lambda case, group: astuple(_line(case, group, family)), jobs=jobs, progress=progress):
+        if one.problem:
+            name, number = one.case.name, len(one.launches)
+            found.append(Line(family.name, one.case.op, name, one.problem, number, 0, 0, 0, 0.0, 0.0, 0.0, "", ""))
+        else:
+            found.append(Line(*one.found))
+    return found
 
 
 def _line(case: Case, group: Sequence[Compiled], family: Family) -> Line:

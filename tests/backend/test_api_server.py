@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,17 +13,9 @@ from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
 from dsv4_triton.backend import compat, plugin
+from tests.backend.servers import fake_server
 
 JSON = {"Content-Type": "application/json"}
-
-
-def fake_server(monkeypatch: pytest.MonkeyPatch, key: str, **contents: Any) -> ModuleType:
-    """A module that vLLM's server code could be, under `key` in sys.modules."""
-    module = ModuleType(compat.API_SERVER)
-    module.__spec__ = SimpleNamespace(name=compat.API_SERVER)  # type: ignore[assignment]
-    module.__dict__.update(contents)
-    monkeypatch.setitem(sys.modules, key, module)
-    return module
 
 
 def extend(target: list[Any]) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from pkgutil import resolve_name
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
 from dsv4_triton.backend import compat, limits, plugin
+from tests.backend.servers import fake_server
 
 HOOKS: dict[str, tuple[str, Callable[[], None]]] = {
     "hf_config_override": ("vllm.config:SpeculativeConfig", partial(compat.check_draft_first, "deepseek_v4", "a:b")),
@@ -66,9 +66,7 @@ def test_a_registry_without_its_method(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_server_without_the_function_that_is_extended(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType(compat.API_SERVER)
-    module.__spec__ = SimpleNamespace(name=compat.API_SERVER)  # type: ignore[assignment]
-    monkeypatch.setitem(sys.modules, compat.API_SERVER, module)
+    fake_server(monkeypatch, compat.API_SERVER)
     compat.extend_api_server("Some", "a:b")
     with pytest.raises(compat.UpstreamChangedError, match="api_server has no build_app"):
         compat.check_hooks()

@@ -13,7 +13,7 @@ from dsv4_triton import offline
 from dsv4_triton.bench.registry import ops, select
 from dsv4_triton.cli import app
 from dsv4_triton.device import A2
-from dsv4_triton.offline import peers, report
+from dsv4_triton.offline import estimates, peers, report
 from dsv4_triton.offline.report import Line, ReportError, markdown, parse, regressions
 
 runner = CliRunner(env={"COLUMNS": "250"})
@@ -57,8 +57,20 @@ def test_a_case_that_ends_its_process_costs_no_other(monkeypatch: pytest.MonkeyP
     compiled = offline.compile_cases(select("muls_add", ["demo"]) + select("hc_post", ["demo"]), A2)
     line = report._line
     monkeypatch.setattr(report, "_line", lambda case, *rest: os._exit(3) if case.op == "hc_post" else line(case, *rest))
-    lines = report.lines(compiled, A2)
-    assert {one.op: one.status for one in lines} == {"muls_add": "ok", "hc_post": "not counted: ended by exit status 3"}
+    found = report.lines(compiled, A2)
+    assert {one.op: one.status for one in found} == {"muls_add": "ok", "hc_post": "not counted: ended by exit status 3"}
+
+
+def test_an_estimate_that_ends_its_process_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = estimates._launches
+    monkeypatch.setattr(
+        estimates, "_launches",
+        lambda group, *rest: os._exit(3) if group[0].case.op == "hc_post" else count(group, *rest),
+    )  # fmt: skip
+    found = estimates.estimates(select(["muls_add", "hc_post"], ["demo"]), A2, progress=lambda *_: None)
+    problems = {one.op: one.problem for one in found}
+    assert problems == {"muls_add": "", "hc_post": "not counted: ended by exit status 3"}
+    assert all(one.seconds > 0 for one in found if not one.problem)
 
 
 def test_command_writes_and_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

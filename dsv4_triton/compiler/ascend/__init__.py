@@ -39,8 +39,6 @@ SECONDS = 300.0
 """Default time for one compile."""
 _SOURCES = ("ascend/[!j]*.py", "hivm.py", "fixups.py", "frontend.py", "mlir.py")
 """What decides the result of a compile; `jobs` only says where it runs."""
-_KEPT = ("ok", "failed")
-"""What another try would repeat; only this is kept on disk."""
 
 Progress = Callable[[int, int, CompileResult], None]
 
@@ -137,9 +135,15 @@ def _run(work: list[_Job], jobs: int, progress: Progress | None) -> list[Compile
 def _work(job: _Job) -> bytes:
     result = _compile(job)
     body = result.encode()
-    if result.status in _KEPT:
+    if _lasting(result):
         cache.store("ascend", job.key, body)
     return body
+
+
+def _lasting(result: CompileResult) -> bool:
+    """Whether another try would repeat it; only this is kept on disk. The frontend is Python code that other code of
+    its process may have changed, and quick."""
+    return result.ok or (result.status == "failed" and result.stage != "frontend")
 
 
 def _start(job: _Job, status: str, stage: str, message: str, seconds: float = 0.0) -> CompileResult:

@@ -170,6 +170,12 @@ class TestCache:
         assert not compiled(ADD()).cached and file.stat().st_size > len(whole) // 2
         assert compiled(ADD()).cached
 
+    def test_what_a_compiler_refused_is_kept_and_what_the_frontend_did_is_not(self, empty_cache):
+        """The frontend is Python code: what else its process did to Triton may be at fault."""
+        for wanted, kept in ((ADD(B=32768), True), (launch(k.undefined_name, empty(4)), False)):
+            assert compiled(wanted).status == "failed"
+            assert compiled(wanted).cached == kept
+
     def test_unwritable_directory_only_costs_time(self, tmp_path, monkeypatch):
         (tmp_path / "file").write_text("")
         monkeypatch.setenv("DSV4_TRITON_CACHE_DIR", str(tmp_path / "file" / "below"))
