@@ -1,4 +1,4 @@
-# make demo   a small DeepSeek-V4 served on this machine, from nothing      make test   lint and all tests
+# make demo   a small DeepSeek-V4 served on this machine, from nothing      make test   lint and the tests
 # Both make .venv with everything first; that happens again only when the pinned versions change.
 
 SHELL := bash
@@ -33,7 +33,7 @@ export TORCHDYNAMO_DISABLE ?= 1
 
 help:
 	@echo "make demo     write a small random DeepSeek-V4, serve it with vllm serve on 127.0.0.1, ask it, wait for Ctrl-C"
-	@echo "make test     lint and run the whole test suite"
+	@echo "make test     lint and run the test suite, about 20 minutes"
 	@echo "make lint     ruff (rules and format) and mypy        make format   apply ruff's fixes and format"
 	@echo "make pytest   the tests alone (PYTEST_ARGS=...)       make venv     only install into $(VENV)"
 	@echo "make gates    compile every kernel at every shape for every family, and compare with docs/static_report.md"

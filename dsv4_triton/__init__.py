@@ -1,3 +1,3 @@
-"""DeepSeek-V4 served with Triton kernels on Huawei Ascend, as a vLLM plugin."""
+"""DeepSeek-V4 with Triton kernels for Huawei Ascend, as a vLLM plugin."""
 
 __version__ = "0.1.0"

@@ -23,12 +23,12 @@ app = Commands(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help=(
-        "DeepSeek-V4 served with Triton kernels on Huawei Ascend, as a vLLM plugin.\n\n"
+        "DeepSeek-V4 with Triton kernels for Huawei Ascend, as a vLLM plugin.\n\n"
         "Serving itself is vLLM's own command; the plugin is found by itself once it is installed:\n\n"
         "[bold]  vllm serve MODEL[/bold]\n\n"
         "Start here:\n\n"
-        "[bold]  dsv4-triton doctor[/bold]             what is installed, what is missing\n\n"
-        "[bold]  dsv4-triton demo DIR --serve[/bold]   write a small random model, talk to it\n\n"
+        "[bold]  dsv4-triton doctor[/bold]               what is installed, what is missing\n\n"
+        "[bold]  dsv4-triton demo DIR --serve[/bold]     write a small random model, talk to it\n\n"
         "[bold]  dsv4-triton compile --family a2[/bold]  compile every kernel for an NPU, without one"
     ),
 )
@@ -191,7 +191,7 @@ def compile_kernels(
     ] = None,
     case: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Option(metavar="NAME", help="A case or a pattern such as '*/decode/b64/*'; may be given several times."),
+        typer.Option(metavar="NAME", help="A case or a pattern such as '*/decode/b64*'; may be given several times."),
     ] = None,
     jobs: Annotated[
         Optional[int],  # noqa: UP045

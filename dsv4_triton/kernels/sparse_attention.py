@@ -42,7 +42,6 @@ from dsv4_triton.kernels._attend_plan import (
     once,
     plan,
     rounded,
-    scratch_bytes,
     sizes,
 )
 from dsv4_triton.kernels._attend_scratch import RUN, Scratch, parts_of, run_length, shared_rows
@@ -205,7 +204,7 @@ def sparse_attention_workspace(
 ) -> int:
     """Bytes of `workspace` for calls of up to `tokens` tokens, with selections of `topk` and with up to `max_n_vis`
     dense rows. `window_page` and `cmp_page` are rows per block of the caches."""
-    need, bound = 0, scratch_bytes(family)
+    need, bound = 0, family.scratch_bytes
     calls = [(0, 0, False), (topk, 0, False)]
     calls += [(0, dense, shared) for dense in sizes(max_n_vis) for shared in (False, True)]
     for picked, dense, shared in calls:
@@ -306,7 +305,7 @@ def sparse_attention(
         shared=dense > 0 and 2 * requests <= count,
     )  # fmt: skip
     config, limit, chosen = _chosen(family, call, count, q.element_size())
-    if shared_rows(chosen, requests) * HEAD_DIM * q.element_size() > scratch_bytes(family):
+    if shared_rows(chosen, requests) * HEAD_DIM * q.element_size() > family.scratch_bytes:
         call = replace(call, shared=False)
         config, limit, chosen = _chosen(family, call, count, q.element_size())
     tokens = _Tokens(

@@ -139,7 +139,8 @@ def launch_table(families: Iterable[str]) -> str:
 
 def markdown(found: Iterable[Line], launches: str) -> str:
     """The report. `launches` is the table of launches of a decode step, as Markdown."""
-    parts = [_INTRODUCTION.strip(), "## Launches of one decode step, by kind of layer", launches.strip()]
+    step = "## Launches of one decode step of Flash, 16 requests at 32,768 tokens, by kind of layer"
+    parts = [_INTRODUCTION.strip(), step, launches.strip()]
     for family, group in groupby(found, lambda line: line.family):
         rows = list(group)
         good = sum(line.status == "ok" for line in rows)

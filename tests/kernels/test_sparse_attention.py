@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from dsv4_triton.device import A2, A5, HOST, Family, acting_as
-from dsv4_triton.kernels import _attend_plan
 from dsv4_triton.kernels.sparse_attention import sparse_attention, sparse_attention_workspace
 from dsv4_triton.reference.sparse_attention import sparse_attention as reference
 from tests.kernels.attention_cases import DIM, EDGES, MIXED, SCALE, Case, build, paged
@@ -121,7 +120,7 @@ def test_runs_of_tokens_change_nothing(monkeypatch, compressed, page):
     with acting_as(A2):
         expected = sparse_attention(*inputs.args(), scale=SCALE, **inputs.compressed)
         with monkeypatch.context() as patch:
-            patch.setitem(_attend_plan.SCRATCH_BYTES, "a2", 1)
+            patch.setitem(vars(A2), "scratch_bytes", 1)
             result = sparse_attention(*inputs.args(), scale=SCALE, **inputs.compressed)
     assert_equal(result, expected)
 
@@ -169,7 +168,7 @@ def test_tokens_of_a_request_share_dense_rows(monkeypatch, family: Family, case)
         check(case)
         shared = sparse_attention(*inputs.args(), scale=SCALE, **inputs.compressed)
         with monkeypatch.context() as patch:
-            patch.setitem(_attend_plan.SCRATCH_BYTES, family.name, 1)
+            patch.setitem(vars(family), "scratch_bytes", 1)
             alone = sparse_attention(*inputs.args(), scale=SCALE, **inputs.compressed)
         tolerance = {"rtol": 1e-5, "atol": 2e-6} if case.dtype == torch.float32 else TOLERANCE[BF16]
         assert_close(shared, alone, **tolerance)

@@ -103,7 +103,10 @@ def test_starts(simulated_npu: Path, checkpoint: Callable[[str], Path]) -> None:
     found = serve(environment(simulated_npu), "tests.npu.ascend_starts", checkpoint=str(checkpoint("float32")))
     assert found["default"] == found["not set"] == [128, WORKER_CLASS] and found["blocks of 32"] == [32, WORKER_CLASS]
     assert found["graphs"] == "FULL_DECODE_ONLY" and found["eager"] == "NONE"
-    known = "Known to work: vllm-ascend main of 22 August 2026 \\(commit 182b75ea\\) with vLLM 0.27.1"
+    known = (
+        "It was made for, and has served on a simulated NPU inside, vllm-ascend main of 22 August 2026 "
+        "\\(commit 182b75ea\\) with vLLM 0.27.1"
+    )
     for name, says in {
         "blocks of 256": "--block-size is 256, .*geometry 'vllm-ascend' has no page tables",
         "fine": "geometry is 'fine', but vllm-ascend plans the caches here",
