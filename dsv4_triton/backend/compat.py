@@ -1,4 +1,4 @@
-"""The parts of vLLM's API that move between versions (verified with 0.27.1), each behind one function.
+"""The parts of vLLM's API that move between versions (VERIFIED has which it was), each behind one function.
 
 A name that is replaced has to be there. What a worker or a platform replaces ends the start otherwise. The plugin runs
 in every process of vLLM, whatever that serves: it notes what it misses, and `check_hooks` ends the start of this model.
@@ -27,23 +27,26 @@ TRANSFORMERS_IMPLEMENTATION = "TransformersMoEForCausalLM"
 """Under what name `--model-impl transformers` runs a text model with experts."""
 ENDLESS = 1 << 30
 """A window, in tokens, longer than any request."""
+VERIFIED = {"vLLM": "0.27.1", "triton-ascend": "3.2.0"}
+"""The version of each package in which what is replaced has been found."""
 
 _lost: set[str] = set()
 
 
 class UpstreamChangedError(RuntimeError):
-    """vLLM lacks a name that this project replaces or extends."""
+    """`package`, a key of VERIFIED, lacks a name that this project replaces or extends."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__(f"{what}: this version of vLLM is not known here, dsv4_triton was verified with 0.27.1")
+    def __init__(self, what: str, package: str = "vLLM") -> None:
+        super().__init__(
+            f"{what}: this version of {package} is not known here, dsv4_triton was verified with {VERIFIED[package]}"
+        )
 
 
-def existing(owner: Any, title: str, name: str) -> Any:
-    """`name` of `owner`, which is called `title`; UpstreamChangedError where there is none."""
-    found = getattr(owner, name, None)
-    if found is None:
-        raise UpstreamChangedError(f"{title} has no {name}")
-    return found
+def existing(owner: Any, title: str, name: str, package: str = "vLLM") -> Any:
+    """`name` of `owner`, which is called `title` and is of `package`; UpstreamChangedError where there is none."""
+    if not hasattr(owner, name):
+        raise UpstreamChangedError(f"{title} has no {name}", package)
+    return getattr(owner, name)
 
 
 def check_hooks() -> None:

@@ -14,6 +14,7 @@ from dsv4_triton.backend.serving import Serving
 
 class AscendWorker(NPUWorker):
     def init_device(self) -> None:
+        capture_rules.check()
         # Only here: later vLLM has its own block size in the config.
         self.warm_up = Serving.of(self.vllm_config).options.warm_up == "on"
         super().init_device()

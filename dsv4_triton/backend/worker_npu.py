@@ -42,6 +42,7 @@ class NpuWorker(Worker):
     """vLLM's worker, which knows how to begin on CUDA only."""
 
     def init_device(self) -> None:
+        capture_rules.check()
         use_npu()
         mend_rejection_sampler()
         # Only here: later vLLM has its own block size in the config.

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dsv4_triton.backend import compat, limits, plugin
+from dsv4_triton.backend import capture_rules, compat, limits, plugin
 from tests.backend.servers import fake_server
 
 HOOKS: dict[str, tuple[str, Callable[[], None]]] = {
@@ -84,3 +84,21 @@ def test_all_that_is_lost_is_one_message(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_nothing_is_lost_in_the_vllm_that_is_installed() -> None:
     plugin.register()
     compat.check_hooks()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        ("triton.runtime.jit:JITFunction", "cache_hook"),
+        ("triton.runtime.jit:JITFunction", "run"),
+        ("triton.runtime.autotuner:Autotuner", "run"),
+        ("triton.runtime.autotuner", "Autotuner"),
+    ],
+)
+def test_what_triton_has_lost_is_said_of_triton(owner: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name whose value is None, as the hook's is by default, is there."""
+    capture_rules.check()
+    monkeypatch.delattr(resolve_name(owner), name)
+    message = f" has no {name}: this version of triton-ascend is not known here, .* verified with 3.2.0$"
+    with pytest.raises(compat.UpstreamChangedError, match=message):
+        capture_rules.check()

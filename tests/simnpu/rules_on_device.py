@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import triton
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from dsv4_triton.backend import capture_rules
+from dsv4_triton.backend.compat import UpstreamChangedError
 from dsv4_triton.backend.metadata import StepPlanner
 from dsv4_triton.backend.upstream_npu import _weak_ref_tensor
 from dsv4_triton.device import CaptureError
 from dsv4_triton.kernels._workspace import carve
 from dsv4_triton.kernels.muls_add import _muls_add_kernel, muls_add
+from tests.simnpu import ROOT
 
 NPU = torch.device("npu", 0)
 
@@ -28,10 +34,10 @@ def graph() -> torch.npu.NPUGraph:
 
 @pytest.fixture
 def _enforced() -> Iterator[None]:
-    before = JITFunction.run, JITFunction.cache_hook
+    before = JITFunction.run, JITFunction.cache_hook, Autotuner.__getattribute__
     with capture_rules.enforced(NPU):
         yield
-    assert (JITFunction.run, JITFunction.cache_hook) == before
+    assert (JITFunction.run, JITFunction.cache_hook, Autotuner.__getattribute__) == before
 
 
 def test_triton_ascend_launches_on_the_current_stream() -> None:
@@ -58,16 +64,45 @@ def test_nothing_is_compiled(graph: torch.npu.NPUGraph) -> None:
     assert out.tolist() == [5] * 7
 
 
-@pytest.mark.usefixtures("_enforced")
-def test_nothing_is_tuned(graph: torch.npu.NPUGraph) -> None:
-    tuned = triton.autotune(configs=[triton.Config({"BLOCK": 8}), triton.Config({"BLOCK": 16})], key=[])(
-        _muls_add_kernel
-    )
+@pytest.fixture
+def core_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the module of AutoTilingTuner asks the driver when it is loaded."""
+    properties = SimpleNamespace(get_device_properties=lambda device: {"num_aicore": 24})
+    monkeypatch.setattr(driver.active, "utils", properties, raising=False)
+
+
+@pytest.mark.usefixtures("_enforced", "core_count")
+@pytest.mark.parametrize("tuner", ["Autotuner", "AutoTilingTuner", "LibTuner"])
+def test_nothing_is_tuned(
+    tuner: str, graph: torch.npu.NPUGraph, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By none of triton-ascend's tuners; those with a `run` of their own may be loaded while the rules are in force."""
+    configs = [triton.Config({"BLOCK": size}) for size in (8, 16)]
+    if tuner == "LibTuner":
+        from triton.runtime import libentry
+
+        monkeypatch.setattr(libentry, "config_cache_dir", lambda: tmp_path)
+        tuned = libentry.libtuner(configs=configs, key=["N"])(_muls_add_kernel)
+    else:
+        hints = {"enable_ascend_autotune": tuner == "AutoTilingTuner"}
+        tuned = triton.autotune(configs=configs, key=["N"], hints=hints)(_muls_add_kernel)
+    assert type(tuned).__name__ == tuner
+    x = torch.ones(8, device=NPU)
     with (
         torch.npu.graph(graph),
         pytest.raises(CaptureError, match="kernel _muls_add_kernel was to be tuned while a graph is captured"),
     ):
-        tuned[(1,)](torch.ones(8, device=NPU))
+        tuned[(1,)](x, x, x, 8, 2.0)
+
+
+@pytest.mark.parametrize("worker", ["worker_npu.NpuWorker", "worker_ascend.AscendWorker"])
+def test_workers_begin_with_the_check(worker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They say what triton-ascend lacks before they have a device, hence before weights."""
+    monkeypatch.syspath_prepend(ROOT / "tests" / "fake_vllm_ascend")
+    init_device = resolve_name(f"dsv4_triton.backend.{worker}").init_device
+    monkeypatch.delattr(JITFunction, "cache_hook")
+    with pytest.raises(UpstreamChangedError, match=r"^JITFunction has no cache_hook: .* triton-ascend is not known"):
+        init_device(SimpleNamespace())
 
 
 def test_outside_of_captures_kernels_are_tuned() -> None:
