@@ -12,9 +12,14 @@ from rich.console import Console
 
 from dsv4_triton.cli_bench_serve import load, serve
 from dsv4_triton.console import (
+    CaseNames,
     File,
     JsonFile,
+    Names,
+    Ops,
     command_group,
+    ended_like_ctrl_c,
+    given,
     known,
     print_error,
     print_line,
@@ -22,7 +27,7 @@ from dsv4_triton.console import (
     quiet_console,
     refuse_unwritable,
     reported,
-    write_json,
+    write_files,
 )
 
 if TYPE_CHECKING:
@@ -32,7 +37,6 @@ if TYPE_CHECKING:
 app = command_group()
 
 # Typer evaluates annotations, on Python 3.10 too.
-Names = Optional[list[str]]  # noqa: UP045
 FamilyName = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option(help="With --estimate: a2, a3 or a5."),
@@ -60,9 +64,7 @@ def _reported(console: Console) -> Iterator[None]:
 @app.callback()
 def bench(
     context: typer.Context,
-    kernel: Annotated[
-        Names, typer.Option(metavar="OP", help="An op of the registry; may be given several times. Without it: all.")
-    ] = None,
+    kernel: Ops = None,
     model: Annotated[
         Names,
         typer.Option(
@@ -71,10 +73,7 @@ def bench(
             "flash on a device and with --estimate.",
         ),
     ] = None,
-    case: Annotated[
-        Names,
-        typer.Option(metavar="NAME", help="A case or a pattern such as '*/decode/b64*'; may be given several times."),
-    ] = None,
+    case: CaseNames = None,
     device: Annotated[str, typer.Option(help="host, npu or cuda.")] = "host",
     seconds: Annotated[
         float, typer.Option(min=0.0, help="Time for a case, shared by its implementations; three rounds at least.")
@@ -107,16 +106,14 @@ def bench(
     """
     if context.invoked_subcommand is not None:
         return
-    console = quiet_console()
-    for option, wrong, says in (
+    _refuse(
         ("--family", family is not None and not estimate, "needs --estimate"),
         ("--estimate", estimate and family is None, "needs --family a2, a3 or a5"),
-        ("--device", estimate and device != "host", "is not for --estimate"),
-        ("--baseline", estimate and baseline is not None, "is not for --estimate"),
-        ("--html", estimate and html is not None, "is not for --estimate"),
-    ):
-        if wrong:
-            raise typer.BadParameter(says, param_hint=option)
+        *((f"--{name}", estimate and given(context, name), "is not for --estimate") for name in _MEASURED),
+        ("--threshold", baseline is None and given(context, "threshold"), "needs --baseline"),
+        ("--interpreter", device != "host" and given(context, "interpreter"), "needs --device host"),
+    )
+    console = quiet_console()
     with _reported(console):
         refuse_unwritable((json, html))
         if estimate:
@@ -131,11 +128,24 @@ def bench(
     raise typer.Exit(status)
 
 
+_MEASURED = ("device", "seconds", "interpreter", "baseline", "threshold", "html")
+"""Options of a measurement."""
+
+
+def _refuse(*options: tuple[str, bool, str]) -> None:
+    """`typer.BadParameter` for the first option that is wrong, with what to say of it."""
+    for option, wrong, says in options:
+        if wrong:
+            raise typer.BadParameter(says, param_hint=option)
+
+
 def _cases(kernel: Names, model: Names, case: Names, default: str) -> list[Case]:
     from dsv4_triton.bench.registry import select
 
     chosen = model or (None if case else [default])
-    return select(kernel=kernel or None, model=chosen, case=case or None)
+    if not (found := select(kernel=kernel or None, model=chosen, case=case or None)):
+        raise ValueError(f"{', '.join(kernel or ())}: no such case of {', '.join(chosen or ())}")
+    return found
 
 
 def _measure(
@@ -152,6 +162,7 @@ def _measure(
     from dsv4_triton.bench import results
     from dsv4_triton.bench.baselines import Interpreter
     from dsv4_triton.bench.measure import clock_of, measure_machine
+    from dsv4_triton.bench.registry import cases as all_cases
     from dsv4_triton.bench.run import Bench, DeviceLostError, device_named, driver_for, measure_cases
 
     cases = _cases(*wanted, "demo" if device == "host" else "flash")
@@ -164,7 +175,7 @@ def _measure(
     interprets = Interpreter(interpreter) if interpreter and device == "host" else None
     status = 0
     try:
-        with progress_bar(console) as progress, interprets or nullcontext():
+        with ended_like_ctrl_c(), progress_bar(console) as progress, interprets or nullcontext():
             for figure in measure_cases(cases, Bench(where, machine, seconds, interprets, clock_of(where)), progress):
                 found.figures.append(figure)
     except KeyboardInterrupt:
@@ -172,10 +183,6 @@ def _measure(
     except DeviceLostError as error:
         found.ended, status = str(error), 2
     compared = [] if earlier is None else results.changes(earlier, found, threshold)
-    if json is not None:
-        json.write_text(found.as_json())
-    if html is not None:
-        html.write_text(results.as_html(found, compared))
     console.print(results.table(found))
     print_line(console, results.summary(found))
     if found.ended:
@@ -183,6 +190,8 @@ def _measure(
     if earlier is not None:
         for difference in results.unlike(earlier, found):
             print_error(console, difference, "another machine")
+        for case in results.unmatched(earlier, found, {(case.op, case.name) for case in all_cases()}):
+            print_error(console, case, "not compared")
         worse = results.regressions(compared)
         for change in worse:
             print_error(console, change, "worse")
@@ -190,6 +199,7 @@ def _measure(
         if not compared:
             print_error(console, f"no case that was measured is in {baseline}")
         status = status or int(bool(worse) or not compared)
+    write_files((json, found.as_json()), (html, results.as_html(found, compared)))
     return status or int(not found.ok)
 
 
@@ -197,9 +207,12 @@ def _estimate(cases: list[Case], family: str, json: Path | None, console: Consol
     """Status 1 where a launch could not be counted for what it is."""
     from dsv4_triton import offline
     from dsv4_triton.autotune.store import hidden_by
+    from dsv4_triton.bench.results import recorded
     from dsv4_triton.offline import estimates
 
     chosen = offline.family_named(family)
+    if not any(case.runs_on(chosen) for case in cases):
+        raise ValueError(f"no case of this runs on {chosen.name}: {chosen.title} has no fp8")
     with progress_bar(console) as progress:
         found = estimates.estimates(cases, chosen, progress=progress)
     console.print(estimates.table(found, chosen))
@@ -210,13 +223,13 @@ def _estimate(cases: list[Case], family: str, json: Path | None, console: Consol
     )
     if note := hidden_by(chosen.name):
         print_error(console, note, "note")
-    if json is not None:
-        json.write_text(estimates.as_json(found, chosen))
+    write_files((json, recorded(estimates.as_dict(found, chosen))))
     return int(any(case.problem for case in found))
 
 
 @app.command()
 def step(
+    context: typer.Context,
     model: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(help="flash, pro or demo; without it demo, and with --estimate flash."),
@@ -227,26 +240,32 @@ def step(
     json: JsonFile = None,
 ) -> None:
     """A decode step and a prefill chunk of a decoder layer of each kind, stage by stage, on the host or estimated."""
+    _refuse(
+        ("--family", estimate == (family is None), "--estimate and --family go together"),
+        ("--seconds", estimate and given(context, "seconds"), "is not for --estimate"),
+    )
     console = quiet_console()
-    if estimate == (family is None):
-        raise typer.BadParameter("--estimate and --family go together", param_hint="--family")
     status = 0
     with _reported(console):
         from dsv4_triton.bench import step as steps
+        from dsv4_triton.bench.results import recorded
 
         name = model or ("flash" if estimate else "demo")
         known("model", name, tuple(steps.MODELS))
         refuse_unwritable((json,))
         found: list[steps.LayerRows] = []
         try:
-            for one in _estimated_layers(name, family, console) if family else _measured_layers(name, seconds, console):
-                found.append(one)
+            with ended_like_ctrl_c():
+                made = _estimated_layers(name, family, console) if family else _measured_layers(name, seconds, console)
+                for one in made:
+                    found.append(one)
         except KeyboardInterrupt:
             status = 130
             print_error(console, "interrupted", "ended early")
         for one in found:
             steps.print_layer(one, name, family or "host", console)
-        write_json(json, {"model": name, "where": family or "host", "layers": [one.as_dict() for one in found]})
+        content = {"model": name, "where": family or "host", "layers": [one.as_dict() for one in found]}
+        write_files((json, recorded(content)))
     raise typer.Exit(status or int(not all(one.ok for one in found)))
 
 
@@ -295,16 +314,20 @@ def launches(
     """How many launches a decode step makes in a layer of each kind: recorded, nothing runs."""
     console = quiet_console()
     with _reported(console):
-        known("family", family, ("a2", "a3", "a5", "host"))
-        known("model", model, ("flash", "pro", "demo"))
+        from dsv4_triton.bench.registry import MODELS
+        from dsv4_triton.device import FAMILIES
+
+        known("family", family, FAMILIES)
+        known("model", model, MODELS)
         refuse_unwritable((json,))
         from dsv4_triton.bench.launches import as_dicts, layer_launches, print_layers
+        from dsv4_triton.bench.results import recorded
 
         what: dict[str, Any] = {"model": model, "family": family, "tokens": tokens, "context": context, "dtype": dtype}
         layers = layer_launches(**what)
         title = f"launches of a decode step, {model} on {family}, {tokens} tokens at {context}, {dtype}"
         print_layers(layers, title, detail, console)
-        write_json(json, {**what, "layers": as_dicts(layers)})
+        write_files((json, recorded({**what, "layers": as_dicts(layers)})))
 
 
 @app.command()
@@ -317,8 +340,9 @@ def metadata(
     with _reported(console):
         refuse_unwritable((json,))
         from dsv4_triton.bench.metadata import run
+        from dsv4_triton.bench.results import recorded
 
-        write_json(json, run(repeat, console))
+        write_files((json, recorded(run(repeat, console))))
 
 
 @app.command("host-figures")
@@ -328,10 +352,11 @@ def host_figures(json: JsonFile = None) -> None:
     with _reported(console):
         refuse_unwritable((json,))
         from dsv4_triton.bench.host_figures import as_dict, measure, report
+        from dsv4_triton.bench.results import recorded
 
         rows, launch = measure()
         print_line(console, report(rows, launch))
-        write_json(json, as_dict(rows, launch))
+        write_files((json, recorded(as_dict(rows, launch))))
 
 
 app.command()(serve)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,7 +20,7 @@ from dsv4_triton.console import (
     quiet_console,
     refuse_unwritable,
     reported,
-    write_json,
+    write_files,
 )
 
 if TYPE_CHECKING:
@@ -45,12 +46,12 @@ def serve(
         from dsv4_triton.bench.serve import Load, Report, measure, table
 
         report = Report(dtype, Load(requests, prompt_tokens, new_tokens))
-        status = _driven(lambda interrupts: measure(report, repeat, beside, console, interrupts), console)
+        status, ended = _driven(lambda interrupts: measure(report, repeat, beside, console, interrupts), console)
         if report.runs:
             console.print(table(report))
             if report.ratio is not None:
                 print_line(console, f"ratio {report.ratio:.2f}")
-            write_json(json, report.as_json())
+        _write(json, report.as_dict(), ended)
     raise typer.Exit(status)
 
 
@@ -77,16 +78,27 @@ def load(
         report = Report(Plan(clients, minutes, drafts, new_tokens, leaving, cache_mib, seed))
         lines = partial(progress_lines, Console(stderr=True), unit="minutes")
         bar = partial(progress_bar, console) if console.is_terminal else lines
-        status = _driven(lambda interrupts: measure(report, console, interrupts, bar), console)
+        status, ended = _driven(lambda interrupts: measure(report, console, interrupts, bar), console)
         console.print(table(report))
         for problem in report.problems[:20]:
             print_error(console, problem, "problem")
-        write_json(json, report.as_json())
+        _write(json, report.as_dict(), ended)
     raise typer.Exit(status or int(bool(report.problems)))
 
 
-def _driven(measure: Callable[[Interrupts], None], console: Console) -> int:
-    """Run `measure`, which starts a server and stops it; the exit status. What it had found until Ctrl-C is kept."""
+def _write(file: Path | None, content: dict[str, Any], ended: str) -> None:
+    """A report with where it was made: this machine's platform, as the server finds it."""
+    from vllm.platforms import current_platform
+
+    from dsv4_triton.bench.results import recorded
+
+    write_files((file, recorded({"ended": ended, **content}, current_platform.device_type)))
+
+
+def _driven(measure: Callable[[Interrupts], None], console: Console) -> tuple[int, str]:
+    """Run `measure`, which starts a server and stops it; the exit status, and what ended it early, if something did.
+    Whatever that was, what it had found is kept."""
+    from dsv4_triton.bench.run import error_line
     from dsv4_triton.demo.serve import Interrupts, ServerFailedError
 
     interrupts = Interrupts()
@@ -94,8 +106,8 @@ def _driven(measure: Callable[[Interrupts], None], console: Console) -> int:
         with interrupts.watched():
             measure(interrupts)
     except (Exception, KeyboardInterrupt) as error:
-        if not interrupts.pending and not isinstance(error, ServerFailedError):
-            raise
-        print_error(console, "interrupted" if interrupts.pending else error)
-        return 130 if interrupts.pending else 1
-    return 0
+        said = str(error) if isinstance(error, ServerFailedError) else error_line(error)
+        ended = "interrupted" if interrupts.pending else said
+        print_error(console, ended)
+        return 130 if interrupts.pending else 1, ended
+    return 0, ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,17 @@ Progress = Callable[[int, int, str], None]
 # Typer evaluates annotations, on Python 3.10 too.
 File = Optional[Path]  # noqa: UP045
 JsonFile = Annotated[File, typer.Option("--json", metavar="FILE", help="Write everything that is known to FILE.")]
+Names = Optional[list[str]]  # noqa: UP045
+Ops = Annotated[
+    Names,
+    typer.Option("--kernel", metavar="OP", help="An op of the registry; may be given several times. Without it: all."),
+]
+CaseNames = Annotated[
+    Names,
+    typer.Option(
+        "--case", metavar="NAME", help="A case or a pattern such as '*/decode/b64*'; may be given several times."
+    ),
+]
 
 
 class _Listing:
@@ -44,7 +56,20 @@ class _Command(_Listing, TyperCommand):
 
 
 class _Group(_Listing, TyperGroup):
-    pass
+    """A group that lists its commands where it has none of a name, and whose own options are not for them."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        try:
+            found = super().resolve_command(ctx, args)
+        except Exception as error:
+            if hasattr(error, "message") and not args[0].startswith("-"):
+                error.message += f" There are: {', '.join(self.list_commands(ctx))}"
+            raise
+        for param in self.params:
+            if given(ctx, str(param.name)):
+                says = f"stands before {args[0]!r}, which does not read it: its own options come after its name"
+                raise typer.BadParameter(says, ctx=ctx, param_hint=param.opts[0])
+        return found
 
 
 class Commands(typer.Typer):
@@ -63,6 +88,12 @@ class Commands(typer.Typer):
 def command_group() -> Commands:
     """A command with sub-commands that does something itself when none is named."""
     return Commands(invoke_without_command=True)
+
+
+def given(context: typer.Context, parameter: str) -> bool:
+    """Whether the command line names a parameter of the command."""
+    source = context.get_parameter_source(parameter)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def print_line(console: Console, text: str = "", style: str | None = None) -> None:
@@ -109,19 +140,53 @@ def quiet_console() -> Console:
     return table_console()
 
 
-def write_json(file: Path | None, content: Any) -> None:
-    """`content` to `file`, as JSON where it is not text; None stands for an output nobody asked for."""
-    if file is not None:
-        file.write_text(content if isinstance(content, str) else dumps(content, indent=2) + "\n")
+def write_files(*outputs: tuple[Path | None, Any]) -> None:
+    """Each content to its file, as JSON where it is not text, whatever becomes of the others; None stands for an output
+    nobody asked for. `OSError` names those that could not be written."""
+    problems = []
+    for file, content in outputs:
+        if file is None:
+            continue
+        try:
+            file.write_text(content if isinstance(content, str) else dumps(content, indent=2) + "\n")
+        except OSError as error:
+            problems.append(f"{file} could not be written: {error.strerror or error}")
+    if problems:
+        raise OSError("; ".join(problems))
 
 
 def refuse_unwritable(targets: Iterable[Path | None]) -> None:
-    """`OSError` for the first of `targets` that cannot be written; None stands for an output nobody asked for."""
+    """`OSError` for the first of `targets` that cannot be written, ValueError for a file that is to hold two outputs;
+    None stands for an output nobody asked for."""
+    files = set()
     for target in targets:
-        if target is not None and (
-            target.is_dir() or not os.access(target if target.exists() else target.parent, os.W_OK)
-        ):
+        if target is None:
+            continue
+        if target.is_dir() or not os.access(target if target.exists() else target.parent, os.W_OK):
             raise OSError(f"{target} cannot be written")
+        file = target.resolve()
+        if file in files:
+            raise ValueError(f"{target} is given for two outputs; each needs a file of its own")
+        if not target.exists() or target.is_file():  # a device or a pipe takes several
+            files.add(file)
+
+
+@contextmanager
+def ended_like_ctrl_c() -> Iterator[None]:
+    """A polite end from outside keeps what is done, too, and leaves no process behind."""
+    usual = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, usual)
+
+
+def count(number: int) -> str:
+    """Three digits and a prefix; "" for none."""
+    for scale, prefix in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if number >= scale:
+            return f"{number / scale:.3g} {prefix}"
+    return str(number or "")
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from rich.console import Console
 from rich.table import Table
 
+from dsv4_triton.bench.serve import explained
 from dsv4_triton.demo.checkpoint import DemoSettings, write_checkpoint
 from dsv4_triton.demo.serve import (
     NAME,
@@ -144,8 +145,8 @@ class Report:
                 found.append(f"{name}: {self.metrics[name]:g}")
         return found
 
-    def as_json(self) -> str:
-        return json.dumps({**asdict(self), "growth": self.growth, "problems": self.problems}, indent=1) + "\n"
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "growth": self.growth, "problems": self.problems}
 
 
 def prompts(seed: int, vocab: int) -> list[list[int]]:
@@ -208,7 +209,8 @@ async def alone(client: AsyncOpenAI, prompt: list[int], tokens: int, salt: str) 
 
 
 async def drive(url: str, pid: int, report: Report, vocab: int, progress: Callable[[float, str], None]) -> None:
-    """Ask each request alone, then all clients at once until the time is over, and once more alone."""
+    """Ask each request alone, then all clients at once until the time is over, and once more alone. A server that has
+    ended is a `ServerFailedError`; one that does not answer is an error of the client's library outside of the load."""
     plan = report.plan
     asked = prompts(plan.seed, vocab)
     # Without connections that are kept: one that the server closes while it is taken again would be an error.
@@ -239,16 +241,20 @@ async def drive(url: str, pid: int, report: Report, vocab: int, progress: Callab
         async def watch() -> None:
             while time.monotonic() < end:
                 report.seconds = time.monotonic() - begin
-                report.memory.append(Sample(report.seconds, report.answers + report.left, resident(pid)))
+                if not (sizes := resident(pid)):
+                    raise ServerFailedError("the server is gone")
+                report.memory.append(Sample(report.seconds, report.answers + report.left, sizes))
                 progress(
                     report.seconds / 60, f"{report.answers} answers, {report.left} left, {report.ties} ties, "
                     f"{len(report.wrong)} wrong, {len(report.errors)} errors",
                 )  # fmt: skip
                 await asyncio.sleep(SAMPLE_SECONDS)
 
-        await asyncio.gather(watch(), *(one_client(number) for number in range(plan.clients)))
-        report.seconds = time.monotonic() - begin
-        report.rate = report.tokens / report.seconds
+        try:
+            await asyncio.gather(watch(), *(one_client(number) for number in range(plan.clients)))
+        finally:
+            report.seconds = time.monotonic() - begin
+            report.rate = report.tokens / report.seconds
         report.metrics = metrics(url)
         for number, prompt in enumerate(asked):
             progress(report.seconds / 60, f"alone again: {number} of {len(asked)} requests")
@@ -321,20 +327,19 @@ def measure(
         unset = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_LOGGING_LEVEL")
         server = Server(command, port=port, log=Path(folder) / "server.log", defaults=ALLOCATOR, unset=unset)
         try:
-            interrupts.release()
-            wait_until_ready(server, console, interrupts)
-            report.scheduling = scheduling(server.log.read_text(errors="replace"))
-            interrupts.hold()
-            with bar() as show:
-                work = drive(
-                    server.url, server.process.pid, report, settings.vocab - 32,
-                    lambda done, what: show(int(done), round(plan.minutes), what),
-                )  # fmt: skip
-                asyncio.run(unless_interrupted(work, interrupts))
-            interrupts.release()
-            server.ready()  # ServerFailedError where it has ended
-        except ServerFailedError as error:
-            raise ServerFailedError("\n".join([str(error), *server.last_lines(12)])) from None
+            with explained(server):
+                interrupts.release()
+                wait_until_ready(server, console, interrupts)
+                report.scheduling = scheduling(server.log.read_text(errors="replace"))
+                interrupts.hold()
+                with bar() as show:
+                    work = drive(
+                        server.url, server.process.pid, report, settings.vocab - 32,
+                        lambda done, what: show(int(done), round(plan.minutes), what),
+                    )  # fmt: skip
+                    asyncio.run(unless_interrupted(work, interrupts))
+                interrupts.release()
+                server.ready()  # ServerFailedError where it has ended
         finally:
             interrupts.hold()
             server.stop()

@@ -7,10 +7,11 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from itertools import groupby
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from dsv4_triton.bench.baselines import INTERPRETER
 from dsv4_triton.bench.measure import Machine, Times
 from dsv4_triton.bench.registry.case import EAGER
 from dsv4_triton.bench.run import OURS, Figure
+from dsv4_triton.console import count
 from dsv4_triton.device import family_of
 
 SCHEMA = 1
@@ -43,7 +45,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             continue
     if device.type == "cpu":
-        chip = _cpu()
+        chip = cpu_name()
     else:
         chip = str(getattr(torch, device.type).get_device_name(0))
     return {
@@ -53,7 +55,13 @@ def environment(device: torch.device) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _cpu() -> str:
+def recorded(content: Mapping[str, Any], device_type: str = "cpu") -> dict[str, Any]:
+    """`content` of a file with the environment of this process, which is also where estimates are made."""
+    return {"environment": environment(torch.device(device_type)), **content}
+
+
+def cpu_name() -> str:
+    """What this machine's processor is called."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -103,9 +111,26 @@ class Results:
                 raise KeyError("schema")
             figures = [Figure.from_dict(figure) for figure in content["figures"]]
             where = {name: content[name] for name in ("device", "family", "chip", "threads", "versions", "commit")}
-            return cls(where, Machine(**content["machine"]), figures, content["ended"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            found = cls(where, Machine(**content["machine"]), figures, content["ended"])
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ResultsError(f"{file} is not a file of `bench --json`: {type(error).__name__}: {error}") from None
+        for number, figure in enumerate(figures):
+            if wrong := _wrong(figure):
+                raise ResultsError(f"{file} is not a file of `bench --json`: figures[{number}].{wrong}")
+        return found
+
+
+def _wrong(figure: Figure) -> str:
+    """The field of a figure that no comparison can be made with, and why; "" where there is none."""
+    for name in ("op", "case"):
+        if not isinstance(value := getattr(figure, name), str):
+            return f"{name} is {value!r} and no name"
+    if figure.times and OURS not in figure.times:
+        return f"times has no {OURS!r}"
+    for name, times in figure.times.items():
+        if isinstance(times.median, bool) or not isinstance(times.median, (int, float)) or not 0 < times.median < inf:
+            return f"times[{name!r}].median is {times.median!r} and no positive number of seconds"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -152,6 +177,20 @@ def _change(now: Figure, before: Mapping[str, Times], threshold: float) -> Chang
     return Change(*now.key, first, second, drift, worse)
 
 
+def unmatched(earlier: Results, now: Results, existing: Container[tuple[str, str]]) -> list[str]:
+    """The cases that only the earlier run has times of, because they are not `existing` any more (op and name), or have
+    no times now. Those that were not asked for, or not reached, are no finding."""
+    there = {figure.key: figure for figure in now.figures}
+    found = []
+    for before in earlier.figures:
+        figure = there.get(before.key)
+        if before.times and before.key not in existing:
+            found.append(f"{before.op} {before.case}: there is no such case any more")
+        elif before.times and figure is not None and not figure.times:
+            found.append(f"{before.op} {before.case}: {figure.status} now: {figure.message}")
+    return found
+
+
 def unlike(earlier: Results, now: Results) -> list[str]:
     """What of the machine differs between two runs, so that their times cannot be compared."""
     return [
@@ -165,13 +204,6 @@ def readable(seconds: float) -> str:
     """Three digits and a unit."""
     scale, unit = next((step for step in _SCALE if seconds >= step[0]), _SCALE[-1])
     return f"{seconds / scale:.3g} {unit}"
-
-
-def _count(number: int) -> str:
-    for scale, unit in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
-        if number >= scale:
-            return f"{number / scale:.3g} {unit}"
-    return str(number)
 
 
 def headline(results: Results) -> str:
@@ -200,7 +232,7 @@ def table(results: Results) -> Table:
         ours = figure.times[OURS]
         result.add_row(
             figure.op, figure.case, *(readable(seconds) for seconds in (ours.median, ours.p20, ours.p80)),
-            _count(figure.bytes), _count(figure.macs) if figure.macs else "", f"{100 * figure.share:.0f} %",
+            count(figure.bytes), count(figure.macs), f"{100 * figure.share:.0f} %",
             *(f"{figure.ratio(name):.3g}" if name in figure.times else "" for name in (EAGER, INTERPRETER)),
             Text(", ".join(_others(figure))),
         )  # fmt: skip
@@ -279,7 +311,7 @@ def _row(figure: Figure, machine: Machine) -> str:
     least = figure.share * figure.times[OURS].median
     bars += f'<div class="limit">roofline {readable(least)}</div>' if least else ""
     bars += "".join(f"<div>{html.escape(label)}: {html.escape(why)}</div>" for label, why in figure.missing.items())
-    work = f"{_count(figure.bytes)} bytes" + (f", {_count(figure.macs)} MACs" if figure.macs else "")
+    work = f"{count(figure.bytes)} bytes" + (f", {count(figure.macs)} MACs" if figure.macs else "")
     return f'<tr>{name}<td>{bars}</td><td class="number">{100 * figure.share:.0f} %</td><td>{work}</td></tr>'
 
 

@@ -114,14 +114,15 @@ def needed_bytes(case: Case, family: Family) -> int:
 
 
 @contextmanager
-def bounded_memory(device: torch.device) -> Iterator[None]:
-    """On the host, an allocation that the machine has no memory for fails instead of ending some process."""
+def bounded_memory(device: torch.device, addresses: int = 0) -> Iterator[None]:
+    """On the host, an allocation that the machine has no memory for fails instead of ending some process. `addresses`
+    are bytes that may be taken beyond it, as nobody writes them."""
     if device.type != "cpu":
         yield
         return
     before = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + max(_MARGIN, free_bytes(device) - _MARGIN)
+    limit = pages * resource.getpagesize() + max(_MARGIN, free_bytes(device) - _MARGIN) + addresses
     hard = before[1]
     resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
     try:
@@ -152,28 +153,25 @@ class Bench:
             launcher = case.launcher
         except ImportError as error:
             return Figure(case.op, case.name, "skipped", str(error))
-        need, free = needed_bytes(case, family), free_bytes(self.device) - _MARGIN
-        if need > free:
-            return Figure(case.op, case.name, "skipped", f"needs about {_gib(need)}, {_gib(max(free, 0))} can be taken")
         try:
+            need, free = needed_bytes(case, family), free_bytes(self.device) - _MARGIN
+            if need > free:
+                room = f"{_gib(max(free, 0))} can be taken"
+                return Figure(case.op, case.name, "skipped", f"needs about {_gib(need)}, {room}")
             with bounded_memory(self.device):
                 return self._measured(case, family, launcher)
         except NotHereError as error:
             return Figure(case.op, case.name, "skipped", str(error))
         except Exception as error:
             # A finding about the case, and no reason to lose the figures of the others.
-            if isinstance(error, MemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY):
+            if is_lack_of_memory(error):
                 return Figure(case.op, case.name, "skipped", "ran out of memory")
             self._refuse_a_lost_device(error)
-            return Figure(case.op, case.name, "failed", _line(error))
+            return Figure(case.op, case.name, "failed", error_line(error))
 
     def _refuse_a_lost_device(self, error: Exception) -> None:
-        if self.device.type == "cpu":
-            return
-        try:
-            torch.ones(1, device=self.device).add_(1).item()
-        except Exception:
-            raise DeviceLostError(f"{self.device} no longer answers: {_line(error)}") from error
+        if self.device.type != "cpu" and problem_of(self.device):
+            raise DeviceLostError(f"{self.device} no longer answers: {error_line(error)}") from error
 
     def _measured(self, case: Case, family: Family, launcher: Callable[..., Any]) -> Figure:
         inputs = case.build(family, device=self.device)
@@ -194,7 +192,7 @@ class Bench:
                 missing[name] = f"differs from the reference: {error}"
             except Exception as error:
                 # Somebody else's code: what is wrong with it must not cost the case its own figure.
-                missing[name] = _line(error)
+                missing[name] = error_line(error)
             else:
                 runs[name] = _bound(run, inputs.copy())
         times = alternate(runs, self.seconds, self.clock)
@@ -209,11 +207,25 @@ class Bench:
         return Figure(case.op, case.name, "ok", "", least.bytes, least.macs, share, times, missing)
 
 
+def is_lack_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY)
+
+
+def problem_of(device: torch.device) -> str:
+    """ "" or why a device does not answer, asked with one addition."""
+    try:
+        torch.ones(1, device=device).add_(1).item()
+    except Exception as error:
+        return error_line(error)
+    return ""
+
+
 def _bound(run: Callable[..., Any], inputs: Inputs) -> Callable[[], Any]:
     return lambda: run(**inputs.arguments)
 
 
-def _line(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
+    """Kind and first line of an error."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0] if text else ''}"[:300]
 

@@ -17,7 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from dsv4_triton.bench.run import error_line
 from dsv4_triton.demo.checkpoint import DemoSettings, write_checkpoint
 from dsv4_triton.demo.serve import (
     NAME,
@@ -39,6 +41,8 @@ from dsv4_triton.demo.serve import (
 )
 
 CLIENT_SECONDS = 1200
+DYING_SECONDS = 5.0
+"""A server that answers no more has ended by then, or hangs."""
 FIGURES = {
     "output_throughput": "output tokens/s",
     "mean_ttft_ms": "TTFT mean, ms",
@@ -77,9 +81,28 @@ class Report:
             return None
         return self.median("output_throughput") / statistics.median(self.transformers)
 
-    def as_json(self) -> str:
+    def as_dict(self) -> dict[str, Any]:
         medians = {figure: self.median(figure) for figure in FIGURES} if self.runs else {}
-        return json.dumps({**asdict(self), "medians": medians, "ratio": self.ratio}, indent=2) + "\n"
+        return {**asdict(self), "medians": medians, "ratio": self.ratio}
+
+
+@contextmanager
+def explained(server: Server) -> Iterator[None]:
+    """What goes wrong inside becomes a `ServerFailedError` that says whether the server has ended, and its last words.
+
+    Who talks to a server learns of its death first, and only that the connection is gone.
+    """
+    try:
+        yield
+    except Exception as error:
+        said = str(error) if isinstance(error, ServerFailedError) else error_line(error)
+        deadline = time.monotonic() + DYING_SECONDS
+        try:
+            while not server.ready() and time.monotonic() < deadline:
+                time.sleep(0.2)
+        except ServerFailedError as ended:
+            said = str(ended) if said == str(ended) else f"{ended}; {said}"
+        raise ServerFailedError("\n".join([said, *server.last_lines(12)])) from error
 
 
 def client_command(url: str, directory: Path, load: Load, result: Path, seed: int) -> list[str]:
@@ -100,7 +123,10 @@ def client_run(server: Server, directory: Path, load: Load, seed: int) -> dict[s
     result = directory.parent / f"client-{seed}.json"
     command = client_command(server.url, directory, load, result, seed)
     environment = {**SERVER_ENV, **os.environ}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=CLIENT_SECONDS)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=CLIENT_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise ServerFailedError(f"vLLM's client was not done after {CLIENT_SECONDS} s") from None
     if done.returncode != 0 or not result.exists():
         words = "\n".join((done.stdout + done.stderr).splitlines()[-12:])
         raise ServerFailedError(f"vLLM's client ended with status {done.returncode}:\n{words}")
@@ -140,7 +166,8 @@ def transformers_run(directory: Path, load: Load, vocab: int) -> Callable[[], fl
 def measure(report: Report, repeat: int, beside: bool, console: Console, interrupts: Interrupts) -> None:
     """Start the server on 127.0.0.1, run the client and, if `beside`, transformers in turn, and stop the server.
 
-    Fills `report` run by run, so that an interrupt keeps what is done.
+    Fills `report` run by run, so that an interrupt keeps what is done, and so does a `ServerFailedError`, which is what
+    all that goes wrong becomes.
     """
     load = report.load
     settings = DemoSettings(dtype="float32" if report.dtype == "float32" else "bfloat16")
@@ -153,21 +180,23 @@ def measure(report: Report, repeat: int, beside: bool, console: Console, interru
         interrupts.hold()
         server = Server(command, port=port, log=Path(folder) / "server.log")
         try:
-            interrupts.release()
-            wait_until_ready(server, console, interrupts)
-            other = transformers_run(directory, load, settings.vocab) if beside else None
-            for turn in range(repeat + 1):
-                said = f"run {turn} of {repeat}" if turn else "warm-up"
-                with console.status(f"vllm serve: {said}"):
-                    ours = client_run(server, directory, load, turn)
-                rate = None
-                if other is not None:
-                    with console.status(f"transformers: {said}"):
-                        rate = other()
-                interrupts.check()
-                if turn:
-                    report.runs.append(ours)
-                    report.transformers += [] if rate is None else [rate]
+            with explained(server):
+                interrupts.release()
+                wait_until_ready(server, console, interrupts)
+                other = transformers_run(directory, load, settings.vocab) if beside else None
+                for turn in range(repeat + 1):
+                    said = f"run {turn} of {repeat}" if turn else "warm-up"
+                    with console.status(f"vllm serve: {said}"):
+                        ours = client_run(server, directory, load, turn)
+                    interrupts.check()
+                    if turn:
+                        report.runs.append(ours)
+                    if other is not None:
+                        with console.status(f"transformers: {said}"):
+                            rate = other()
+                        interrupts.check()
+                        if turn:
+                            report.transformers.append(rate)
         finally:
             interrupts.hold()
             server.stop()

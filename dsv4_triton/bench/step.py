@@ -22,7 +22,7 @@ from dsv4_triton.bench.measure import Times, alternate
 from dsv4_triton.bench.registry import MODELS, Case, Minimum, select
 from dsv4_triton.bench.registry.case import EAGER
 from dsv4_triton.bench.results import readable
-from dsv4_triton.bench.run import OURS, Bench, driver_for
+from dsv4_triton.bench.run import OURS, Bench, driver_for, error_line
 from dsv4_triton.config import HEAD_DIM, INDEX_DIM, ModelSettings
 
 KINDS = {"c4": 4, "c128": 128, "window": 0}
@@ -145,13 +145,15 @@ class Row:
 
 @dataclass(frozen=True)
 class LayerRows:
-    """The stages of one layer. `estimated` says that times are the cost model's and products their roofline."""
+    """The stages of one layer. `estimated` says that times are the cost model's and products their roofline, `whole`
+    that no stage is left out because the measurement ended early."""
 
     phase: str
     kind: str
     tokens: int
     rows: tuple[Row, ...]
     estimated: bool = False
+    whole: bool = True
 
     @property
     def seconds(self) -> float:
@@ -163,7 +165,7 @@ class LayerRows:
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "phase": self.phase, "kind": self.kind, "tokens": self.tokens, "seconds": self.seconds,
+            "phase": self.phase, "kind": self.kind, "tokens": self.tokens, "seconds": self.seconds, "whole": self.whole,
             "times": "estimate" if self.estimated else "measured", "stages": [row.as_dict() for row in self.rows],
         }  # fmt: skip
 
@@ -179,29 +181,41 @@ def cases_of(stages: Sequence[tuple[str, str, list[Stage]]]) -> list[Case]:
 
 
 def measured(model: str, bench: Bench, progress: Callable[[int, int, str], None]) -> Iterator[LayerRows]:
-    """The layers as they are done; a stage that several layers share is measured once."""
+    """The layers as they are done; a stage that several layers share is measured once. What ends the measurement, such
+    as Ctrl-C, is raised after the stages that the layer in work has."""
     wanted = layers(model)
     works = list(dict.fromkeys(stage.work for _, _, stages in wanted for stage in stages))
     known: dict[Case | Product, Row] = {}
     with driver_for(bench.device), torch.no_grad():
         for phase, kind, stages in wanted:
-            for stage in stages:
-                if stage.work not in known:
-                    progress(len(known), len(works), f"{phase}, {kind}: {stage.name}")
-                    known[stage.work] = _measured(stage, bench)
-            rows = tuple(replace(known[stage.work], stage=stage) for stage in stages)
-            yield LayerRows(phase, kind, _tokens(stages), rows)
+            rows: list[Row] = []
+            try:
+                for stage in stages:
+                    if stage.work not in known:
+                        progress(len(known), len(works), f"{phase}, {kind}: {stage.name}")
+                        known[stage.work] = _measured(stage, bench)
+                    rows.append(replace(known[stage.work], stage=stage))
+            except BaseException:
+                if rows:
+                    yield LayerRows(phase, kind, _tokens(stages), tuple(rows), whole=False)
+                raise
+            yield LayerRows(phase, kind, _tokens(stages), tuple(rows))
 
 
 def _measured(stage: Stage, bench: Bench) -> Row:
     work = stage.work
     if isinstance(work, Product):
-        return Row(stage, _product(work, bench).median, bench.machine.seconds(work.minimum))
+        try:
+            seconds = _product(work, bench).median
+        except Exception as error:
+            # Such as too little memory: no reason to lose the other stages.
+            return Row(stage, problem=f"failed: {error_line(error)}")
+        return Row(stage, seconds, bench.machine.seconds(work.minimum))
     figure = bench.measure(work)
     if figure.status != "ok":
         return Row(stage, problem=f"{figure.status}: {figure.message}")
     seconds = figure.times[OURS].median
-    return Row(stage, seconds, figure.share * seconds, figure.ratio(EAGER))
+    return Row(stage, seconds, figure.share * seconds, figure.ratio(EAGER) if EAGER in figure.times else None)
 
 
 def _product(work: Product, bench: Bench) -> Times:
@@ -226,6 +240,8 @@ def estimated(model: str, row: Callable[[Stage], Row]) -> list[LayerRows]:
 def print_layer(one: LayerRows, model: str, where: str, console: Console) -> None:
     """One layer as a table, with each stage's share of the sum."""
     kind = "ESTIMATE, nothing ran on a device; products by their roofline" if one.estimated else "measured"
+    if not one.whole:
+        kind += f", its first {len(one.rows)} stages only"
     table = Table(title=f"{one.phase} of {one.tokens} tokens, {one.kind} layer, {model} on {where}: {kind}", box=None)
     for heading in ("part", "stage"):
         table.add_column(heading)

@@ -32,6 +32,13 @@ class Counted:
     problem: str = ""
 
 
+def problems_of(one: Compiled) -> list[str]:
+    """What is wrong with a compiled launch: what its compile came to and why, or its faults and then its losses."""
+    if one.launch is None or not one.result.ok:
+        return [text for text in (one.result.status, one.result.message) if text]
+    return [*one.result.faults, *one.result.losses]
+
+
 def counted(
     compiled: Sequence[Compiled], count: Callable[[Case, Sequence[Compiled]], Any], *, jobs: int | None = None,
     progress: Progress | None = None,

@@ -5,7 +5,6 @@ The facts are counts of the planned HIVM, the estimate is the model of docs/cost
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -15,9 +14,10 @@ from rich.text import Text
 
 from dsv4_triton.bench.registry import Case, Minimum
 from dsv4_triton.compiler.cost.estimate import minimum_seconds
+from dsv4_triton.console import count
 from dsv4_triton.device import Family
 from dsv4_triton.offline import Compiled, compile_cases
-from dsv4_triton.offline.counting import counted
+from dsv4_triton.offline.counting import counted, problems_of
 
 BINDING = {
     "cube": "cube", "cube_feed": "cube", "vector": "vector", "scalar": "scalar", "transfer_in": "memory in",
@@ -131,10 +131,11 @@ def _launches(group: Sequence[Compiled], family: Family) -> list[dict[str, Any]]
 
 
 def _launch(one: Compiled, family: Family) -> LaunchEstimate:
+    problems = problems_of(one)
     if one.launch is None or not one.result.ok:
-        return LaunchEstimate(one.result.kernel, 0, problem=one.result.message or one.result.status)
+        return LaunchEstimate(one.result.kernel, 0, problem="; ".join(problems))
     facts, cost = one.cost(family)
-    total, problems = facts.launch(), [*one.result.faults, *one.result.losses]
+    total = facts.launch()
     moved = total.by("bytes")
     if facts.assumed or facts.unsupported:
         problems.append(f"the count assumes {', '.join([*facts.assumed, *facts.unsupported])}")
@@ -165,15 +166,15 @@ def table(found: Sequence[CaseEstimate], family: Family) -> Table:
         only = case.launches[0]
         result.add_row(
             case.op, case.case, f"{only.programs}" if few else "", f"{only.ub_percent}" if few else "",
-            _count(sum(one.bytes_in for one in case.launches)), _count(sum(one.bytes_out for one in case.launches)),
-            _count(sum(one.macs for one in case.launches)), _microseconds(case.seconds),
+            count(sum(one.bytes_in for one in case.launches)), count(sum(one.bytes_out for one in case.launches)),
+            count(sum(one.macs for one in case.launches)), _microseconds(case.seconds),
             _microseconds(case.limit_seconds), f"{case.seconds / case.limit_seconds:.3g}" if case.limit_seconds else "",
             f"{case.launch_seconds * 1e6:.0f}", case.binding, Text(case.problem, "yellow"),
         )  # fmt: skip
         for one in case.launches if not few else ():
             result.add_row(
                 "", f"  {one.kernel.strip('_').removesuffix('_kernel')}", f"{one.programs}", f"{one.ub_percent}",
-                _count(one.bytes_in), _count(one.bytes_out), _count(one.macs), _microseconds(one.seconds), "", "", "",
+                count(one.bytes_in), count(one.bytes_out), count(one.macs), _microseconds(one.seconds), "", "", "",
                 one.binding, "", style="dim",
             )  # fmt: skip
     return result
@@ -183,17 +184,9 @@ def _microseconds(seconds: float) -> str:
     return f"{seconds * 1e6:.4g}"
 
 
-def _count(number: int) -> str:
-    for scale, unit in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
-        if number >= scale:
-            return f"{number / scale:.3g}{unit}"
-    return str(number) if number else ""
-
-
-def as_json(found: Sequence[CaseEstimate], family: Family) -> str:
+def as_dict(found: Sequence[CaseEstimate], family: Family) -> dict[str, Any]:
     """Everything that is known."""
-    content = {
+    return {
         "schema": 1, "kind": "estimate", "family": family.name, "target": family.target,
         "model": "docs/cost_model.md", "cases": [case.as_dict() for case in found],
     }  # fmt: skip
-    return json.dumps(content, indent=1) + "\n"

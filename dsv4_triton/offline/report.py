@@ -17,7 +17,7 @@ from dsv4_triton.bench.registry import Case
 from dsv4_triton.compiler.cost.estimate import minimum_seconds
 from dsv4_triton.device import FAMILIES, Family
 from dsv4_triton.offline import Compiled, Progress
-from dsv4_triton.offline.counting import counted
+from dsv4_triton.offline.counting import counted, problems_of
 from dsv4_triton.offline.peers import peer_of
 
 ALLOWANCE = 1.05
@@ -83,11 +83,10 @@ def _line(case: Case, group: Sequence[Compiled], family: Family) -> Line:
     shares = {"UB": 0, "L1": 0, "L0C": 0}
     limits = {"UB": family.ub_bytes, "L1": family.l1_bytes, "L0C": family.l0c_bytes}
     for one in group:
-        if one.launch is None or not one.result.ok:
-            status = one.result.status
-            continue
-        if problems := [*one.result.faults, *one.result.losses]:
+        if problems := problems_of(one):
             status = problems[0].replace("|", "/")
+        if one.launch is None or not one.result.ok:
+            continue
         if one.result.facts is not None:
             for memory, size in limits.items():
                 shares[memory] = max(shares[memory], round(100 * one.result.facts.used(memory) / size))

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from dsv4_triton.bench import measure, results
+from dsv4_triton.bench import measure, results, run
 from dsv4_triton.bench.baselines import Interpreter, UnavailableError, implementation
 from dsv4_triton.bench.measure import Machine, Times, alternate
 from dsv4_triton.bench.registry import Case, Minimum, select
@@ -185,7 +189,7 @@ def test_baseline_sets_the_status(tmp_path: Path, factor: float, status: int) ->
 
 
 def test_an_interrupted_run_keeps_what_is_done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    interrupted_after(monkeypatch, KeyboardInterrupt())
+    interrupted_after(monkeypatch, raising(KeyboardInterrupt()))
     file = tmp_path / "r.json"
     result = bench(*QUICK, "--json", str(file))
     assert result.exit_code == 130 and "2 of 4 cases are done" in result.output
@@ -193,22 +197,79 @@ def test_an_interrupted_run_keeps_what_is_done(monkeypatch: pytest.MonkeyPatch, 
     assert content["ended"] == "interrupted" and len(content["figures"]) == 2
 
 
+def test_a_polite_end_from_outside_keeps_what_is_done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    usual = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("SIGTERM was not watched for"))
+    try:
+        interrupted_after(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        file = tmp_path / "r.json"
+        result = bench(*QUICK, "--json", str(file))
+    finally:
+        signal.signal(signal.SIGTERM, usual)
+    assert result.exit_code == 130 and "2 of 4 cases are done" in result.output
+    assert len(json.loads(file.read_text())["figures"]) == 2
+
+
+def test_files_that_cannot_be_written_cost_nothing_else(tmp_path: Path) -> None:
+    """Everything is printed first, and one full device does not keep the other file from being written."""
+    page = tmp_path / "r.html"
+    result = bench(*QUICK, "--json", "/dev/full", "--html", str(page))
+    assert result.exit_code == 2, result.output
+    assert "4 ok" in result.output and "muls_add" in page.read_text()
+    assert result.output.endswith("error: /dev/full could not be written: No space left on device\n")
+
+
+@pytest.mark.parametrize("broken", ["free_bytes", "needed_bytes"])
+def test_a_case_that_cannot_be_sized_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    """Such as one whose builder raises, or whose device is gone when it is asked for its memory."""
+    honest, calls = getattr(run, broken), []
+
+    def once(*arguments: Any) -> int:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise RuntimeError("mem_get_info: error")
+        return int(honest(*arguments))
+
+    monkeypatch.setattr(run, broken, once)
+    monkeypatch.setattr(run, "bounded_memory", lambda device: nullcontext())
+    result = bench(*QUICK)
+    assert result.exit_code == 1 and "failed: RuntimeError: mem_get_info: error" in result.output
+    assert "3 ok, 1 failed" in result.output
+
+
+def test_a_device_that_is_gone_between_two_cases_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("device 0 is gone")
+
+    (case,) = select(kernel="muls_add", case="demo/decode/b5")
+    monkeypatch.setattr(run, "free_bytes", gone)
+    monkeypatch.setattr(run, "family_of", lambda kind: HOST)
+    with pytest.raises(DeviceLostError, match=r"no longer answers: RuntimeError: device 0 is gone"):
+        Bench(torch.device("cuda"), MACHINE, 0.0).measure(case)
+
+
 def test_a_device_that_disappears_loses_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    interrupted_after(monkeypatch, DeviceLostError("npu no longer answers"))
+    interrupted_after(monkeypatch, raising(DeviceLostError("npu no longer answers")))
     file = tmp_path / "r.json"
     result = bench(*QUICK, "--json", str(file))
     assert result.exit_code == 2 and "npu no longer answers; 2 of 4 cases are done" in result.output
     assert len(json.loads(file.read_text())["figures"]) == 2
 
 
-def interrupted_after(monkeypatch: pytest.MonkeyPatch, event: BaseException) -> None:
+def raising(error: BaseException) -> Callable[[], None]:
+    def event() -> None:
+        raise error
+
+    return event
+
+
+def interrupted_after(monkeypatch: pytest.MonkeyPatch, event: Callable[[], None]) -> None:
     """The third case ends with `event`."""
     done: list[Case] = []
 
     def measured(bench: Bench, case: Case) -> Figure:
         done.append(case)
         if len(done) == 3:
-            raise event
+            event()
         return figure(1.0, case.op)
 
     monkeypatch.setattr(Bench, "measure", measured)
@@ -230,7 +291,16 @@ def interrupted_after(monkeypatch: pytest.MonkeyPatch, event: BaseException) -> 
         (["--baseline", "/nowhere/r.json"], "No such file"),
         (["--json", "/nowhere/r.json"], "/nowhere/r.json cannot be written"),
         (["--html", "/"], "/ cannot be written"),
-        (["nonesuch"], "No such command 'nonesuch'"),
+        (["--json", "one", "--html", "./one"], "one is given for two outputs"),
+        (["--threshold", "0.1"], "needs --baseline"),
+        (["--estimate", "--family", "a2", "--threshold", "0.1"], "not for --estimate"),
+        (["--estimate", "--family", "a2", "--seconds", "0.5"], "not for --estimate"),
+        (["--estimate", "--family", "a2", "--interpreter", "2"], "not for --estimate"),
+        (["--device", "cuda", "--interpreter", "2"], "needs --device host"),
+        (["--estimate", "--family", "a2", "--case", "*/mxfp8"], "no case of this runs on a2"),
+        (["--kernel", "muls_add", "launches"], "stands before 'launches', which does not read it"),
+        (["step", "--estimate", "--family", "a2", "--seconds", "1"], "not for --estimate"),
+        (["nonesuch"], "No such command 'nonesuch'. There are: step, launches, metadata, host-figures, serve, load"),
         (["serve", "--dtype", "float16"], "There are: float32, bfloat16"),
         (["launches", "--family", "a4"], "There are: a2, a3, a5, host"),
     ],
@@ -245,12 +315,54 @@ def test_bad_requests_are_refused_before_any_work(
     monkeypatch.setattr(measure, "measure_machine", never)
     result = bench(*arguments)
     assert result.exit_code == 2, result.output
-    assert says in result.output.replace("\n", " ")
+    assert says in " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda one: one["times"].pop(OURS), "times has no 'this project'"),
+        (lambda one: one["times"][OURS].update(median="fast"), "median is 'fast' and no positive number of seconds"),
+        (lambda one: one["times"][OURS].update(median=0), "times['this project'].median is 0 and no positive"),
+        (lambda one: one["times"]["eager"].update(median=float("nan")), "times['eager'].median is nan"),
+        (lambda one: one["times"]["eager"].pop("p20"), "missing 1 required positional argument: 'p20'"),
+        (lambda one: one.update(op=["rope"]), "op is ['rope'] and no name"),
+    ],
+)
+def test_a_baseline_with_wrong_contents_is_refused_before_any_work(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: Callable[[Any], Any], says: str
+) -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError("work has begun")
+
+    monkeypatch.setattr(measure, "measure_machine", never)
+    content = json.loads(run_of(figure(1.0, "hc_pre"), figure(1.0)).as_json())
+    change(content["figures"][1])
+    file = tmp_path / "r.json"
+    file.write_text(json.dumps(content))
+    result = bench(*QUICK, "--baseline", str(file))
+    assert result.exit_code == 2, result.output
+    assert f"error: {file} is not a file of `bench --json`: " in result.output and says in result.output
+    assert ("figures[1]." in result.output) != ("p20" in says), result.output
+
+
+def test_cases_of_a_baseline_that_are_not_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those that are gone and those without a time now are named; those that nobody asked for are not."""
+    monkeypatch.setattr(
+        Bench, "measure", lambda bench, case: replace(figure(1.0, case.op, "skipped"), case=case.name, message="no fp8")
+    )
+    file = tmp_path / "r.json"
+    earlier = [replace(figure(1.0, "muls_add"), case=name) for name in ("demo/decode/b5", "demo/decode/b1024")]
+    file.write_text(run_of(*earlier, figure(1.0, "hc_pre")).as_json())
+    result = bench(*QUICK, "--baseline", str(file))
+    assert "not compared: muls_add demo/decode/b5: skipped now: no fp8\n" in result.output
+    assert "not compared: muls_add demo/decode/b1024: there is no such case any more\n" in result.output
+    assert result.output.count("not compared:") == 2, "hc_pre was not asked for"
 
 
 def test_a_baseline_file_of_something_else(tmp_path: Path) -> None:
     file = tmp_path / "other.json"
-    for text in ("[]", "{}", "no json", '{"schema": 1, "kind": "estimate"}'):
+    for text in ("[]", "{}", "no json", '{"schema": 1, "kind": "estimate"}', "[" * 100_000):
         file.write_text(text)
         with pytest.raises(ResultsError, match="is not a file of `bench --json`"):
             Results.read(file)

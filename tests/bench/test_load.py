@@ -12,8 +12,11 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from dsv4_triton.bench import load
 from dsv4_triton.bench.load import (
@@ -34,7 +37,8 @@ from dsv4_triton.bench.load import (
     table,
     unless_interrupted,
 )
-from dsv4_triton.demo.serve import Interrupts, Server
+from dsv4_triton.cli import app
+from dsv4_triton.demo.serve import Interrupts, Server, ServerFailedError, free_port
 
 EXPECTED = Alone([5, 6, 7, 8], [1.0, 1e-5, 1.0, 1.0])
 
@@ -88,7 +92,69 @@ def test_what_is_a_problem() -> None:
     assert [re.split(r":| by ", problem)[0] for problem in report.problems] == [
         "gone", "memory grew", "running at the end", "cache in use at the end"
     ]  # fmt: skip
-    assert json.loads(report.as_json())["problems"] == report.problems
+    assert report.as_dict()["problems"] == report.problems
+
+
+class Fake:
+    """A server that was ready and has ended."""
+
+    url = "http://127.0.0.1:1"
+    process = SimpleNamespace(pid=1)
+
+    def __init__(self, command: list[str], *, port: int, log: Path, **_: Any) -> None:
+        self.log = log
+        log.write_text("asynchronous scheduling on\n")
+
+    def ready(self) -> bool:
+        raise ServerFailedError("the server ended with status -11")
+
+    def last_lines(self, count: int) -> list[str]:
+        return ["worker died"]
+
+    def stop(self) -> None:
+        pass
+
+
+def test_a_server_that_dies_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What was found before is reported, with the death and the last lines of the log."""
+
+    async def drive(url: str, pid: int, report: Report, vocab: int, progress: Any) -> None:
+        report.answers = 400
+        report.errors.append("prompt 3: gone")
+        metrics(f"http://127.0.0.1:{free_port()}")
+
+    for name, value in (("Server", Fake), ("write_checkpoint", lambda *_: True), ("drive", drive)):
+        monkeypatch.setattr(load, name, value)
+    monkeypatch.setattr(load, "wait_until_ready", lambda *_: 0.0)
+    file = tmp_path / "r.json"
+    result = CliRunner().invoke(app, ["bench", "load", "--minutes", "0", "--json", str(file)])
+    assert result.exit_code == 1, result.output
+    assert "error: the server ended with status -11; URLError: " in result.output and "\nworker died\n" in result.output
+    assert "400" in result.output and "problem: prompt 3: gone" in result.output
+    content = json.loads(file.read_text())
+    assert content["answers"] == 400 and content["ended"].startswith("the server ended with status -11")
+    assert content["environment"]["device"] == "cpu" and content["environment"]["chip"]
+
+
+def test_a_dead_server_ends_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, not after all its minutes."""
+
+    async def alone(*_: Any) -> Alone:
+        return EXPECTED
+
+    async def ask(*_: Any) -> list[int]:
+        await asyncio.sleep(0.01)
+        raise ConnectionError("connection refused")
+
+    monkeypatch.setattr(load, "alone", alone)
+    monkeypatch.setattr(load, "ask", ask)
+    ended = subprocess.Popen([sys.executable, "-c", ""])  # not waited for: a zombie, as a server's process is
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    report = Report(Plan(minutes=10))
+    with pytest.raises(ServerFailedError, match="the server is gone"):
+        asyncio.run(load.drive("http://127.0.0.1:1", ended.pid, report, 400, lambda *_: None))
+    assert 0 < report.seconds < 60
+    ended.wait()
 
 
 @pytest.mark.parametrize(

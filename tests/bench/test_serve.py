@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +12,12 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from dsv4_triton.bench import serve
-from dsv4_triton.bench.serve import FIGURES, Load, Report, client_command, client_run, measure
-from dsv4_triton.demo.serve import Interrupts, ServerFailedError
+from dsv4_triton.bench.serve import FIGURES, Load, Report, client_command, client_run, explained, measure
+from dsv4_triton.cli import app
+from dsv4_triton.demo.serve import Interrupts, Server, ServerFailedError, free_port
 
 LOAD = Load(requests=3, prompt_tokens=20, new_tokens=5)
 RESULT = {"completed": 3, "total_output_tokens": 15, "unrelated": 1, **dict.fromkeys(FIGURES, 7.5)}
@@ -34,6 +37,9 @@ class Fake:
 
     def message(self) -> str:
         return ""
+
+    def last_lines(self, count: int) -> list[str]:
+        return ["the server's last word"]
 
     def stop(self) -> None:
         Fake.stopped += 1
@@ -76,6 +82,11 @@ def test_a_run_of_the_client(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     client(monkeypatch, status=1)
     with pytest.raises(ServerFailedError, match="status 1:\na line\nthe last word"):
         client_run(server, tmp_path / "model", LOAD, 0)
+    monkeypatch.undo()
+    monkeypatch.setattr(serve, "CLIENT_SECONDS", 0.01)
+    monkeypatch.setattr(serve, "client_command", lambda *_: ["sleep", "60"])
+    with pytest.raises(ServerFailedError, match=r"vLLM's client was not done after 0\.01 s"):
+        client_run(server, tmp_path / "model", LOAD, 0)
 
 
 def test_sides_take_turns_and_the_first_run_does_not_count(monkeypatch: pytest.MonkeyPatch, fake: type[Fake]) -> None:
@@ -91,14 +102,22 @@ def test_sides_take_turns_and_the_first_run_does_not_count(monkeypatch: pytest.M
     measure(report, 2, True, Console(quiet=True), Interrupts())
     assert turns == ["server 0", "transformers", "server 1", "transformers", "server 2", "transformers"]
     assert report.median("output_throughput") == 15 and report.transformers == [10.0, 10.0] and report.ratio == 1.5
-    content = json.loads(report.as_json())
+    content = report.as_dict()
     assert content["medians"]["mean_ttft_ms"] == 15 and content["load"]["requests"] == 3
     assert fake.stopped == 1
 
 
-@pytest.mark.parametrize("event", [ServerFailedError("lost"), KeyboardInterrupt(), ValueError("other")], ids=repr)
+@pytest.mark.parametrize(
+    ("event", "becomes", "says"),
+    [
+        (ServerFailedError("lost"), ServerFailedError, "lost\nthe server's last word"),
+        (KeyboardInterrupt(), KeyboardInterrupt, ""),
+        (ValueError("other"), ServerFailedError, "ValueError: other\nthe server's last word"),
+    ],
+    ids=["failed", "interrupted", "other"],
+)
 def test_the_server_is_stopped_whatever_happens(
-    monkeypatch: pytest.MonkeyPatch, fake: type[Fake], event: BaseException
+    monkeypatch: pytest.MonkeyPatch, fake: type[Fake], event: BaseException, becomes: type[BaseException], says: str
 ) -> None:
     def broken(server: Any, directory: Path, load: Load, seed: int) -> dict[str, float]:
         if seed == 2:
@@ -107,7 +126,45 @@ def test_the_server_is_stopped_whatever_happens(
 
     monkeypatch.setattr(serve, "client_run", broken)
     report = Report("float32", LOAD)
-    with pytest.raises(type(event)):
+    with pytest.raises(becomes, match=f"^{says}$"):
         measure(report, 3, False, Console(quiet=True), Interrupts())
     assert fake.stopped == 1 and len(report.runs) == 1, "what was done is kept"
-    assert report.ratio is None and json.loads(report.as_json())["medians"]["output_throughput"] == 1.0
+    assert report.ratio is None and report.as_dict()["medians"]["output_throughput"] == 1.0
+
+
+def test_what_is_done_is_printed_and_written_when_transformers_fails(
+    monkeypatch: pytest.MonkeyPatch, fake: type[Fake], tmp_path: Path
+) -> None:
+    turns: list[int] = []
+
+    def other() -> float:
+        turns.append(0)
+        if len(turns) == 3:
+            raise RuntimeError("transformers returned (1, 2)")
+        return 10.0
+
+    monkeypatch.setattr(serve, "client_run", lambda *_: dict.fromkeys(FIGURES, 20.0))
+    monkeypatch.setattr(serve, "transformers_run", lambda *_: other)
+    file = tmp_path / "r.json"
+    result = CliRunner().invoke(app, ["bench", "serve", "--json", str(file)])
+    assert result.exit_code == 1 and fake.stopped == 1
+    assert "error: RuntimeError: transformers returned (1, 2)" in result.output
+    assert "ratio 2.00" in result.output and "20.0 20.0" in result.output, "the server's second run had ended"
+    content = json.loads(file.read_text())
+    assert content["ended"].startswith("RuntimeError: transformers returned")
+    assert (len(content["runs"]), len(content["transformers"])) == (2, 1)
+    assert content["environment"]["chip"] and content["environment"]["versions"]["torch"]
+
+
+def test_a_server_that_ended_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its clients learn of it before it can be waited for, and know only that the connection is gone."""
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", "import time; time.sleep(1); print('XError: gone'); raise SystemExit(7)"]
+    server = Server(command, port=free_port(), log=log)
+    with pytest.raises(ServerFailedError) as caught, explained(server):
+        raise ConnectionError("connection refused")
+    expected = "the server ended with status 7; XError: gone; ConnectionError: connection refused\nXError: gone"
+    assert str(caught.value) == expected
+    with pytest.raises(ServerFailedError) as caught, explained(server):
+        server.ready()
+    assert str(caught.value) == "the server ended with status 7; XError: gone\nXError: gone", "said once"

@@ -79,6 +79,36 @@ def test_shared_stages_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert row.seconds == 0 and "values differ" in row.problem
 
 
+def test_an_interrupt_keeps_the_stages_that_are_done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those of the layer in work, too. A product that fails and a case without an eager time cost their stage only."""
+    asked: list[Case] = []
+
+    def measure(bench: Bench, case: Case) -> Figure:
+        asked.append(case)
+        if len(asked) == 4:
+            raise KeyboardInterrupt
+        return Figure(case.op, case.name, "ok", "", 1, 1, 0.5, {OURS: Times(2, 2, 2, 3)})
+
+    def product(work: Product, bench: Bench) -> Times:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(Bench, "measure", measure)
+    monkeypatch.setattr("dsv4_triton.bench.step._product", product)
+    monkeypatch.setattr("dsv4_triton.bench.measure.measure_machine", lambda device: Machine(1e10, {"float32": 1e11}))
+    file = tmp_path / "r.json"
+    result = CliRunner().invoke(app, ["bench", "step", "--seconds", "0", "--json", str(file)])
+    assert result.exit_code == 130 and "ended early: interrupted" in result.output
+    content = json.loads(file.read_text())
+    (one,) = content["layers"]
+    names = [row["stage"] for row in one["stages"]]
+    expected = [stage.name for stage in layer("demo", "decode", "c4")]
+    assert not one["whole"] and names == expected[: len(names)] and len(names) > 3
+    assert "its first" in result.output and all(name in result.output for name in names)
+    problems = {row["problem"] for row in one["stages"]}
+    assert problems == {"", "failed: MemoryError: no memory"}
+    assert all(row["eager"] is None for row in one["stages"]) and content["environment"]["chip"]
+
+
 def test_a_problem_is_printed_as_it_is() -> None:
     """Compilers name files in brackets, which are no markup."""
     row = Row(layer("demo", "decode", "window")[0], problem="failed: [/some/a.mlir]")
@@ -125,6 +155,8 @@ def test_estimate_of_cases(tmp_path: Path) -> None:
     assert "ESTIMATE for Atlas A2" in result.output and "nothing ran on a device" in result.output
     content = json.loads(file.read_text())
     assert (content["kind"], content["family"]) == ("estimate", "a2")
+    where = content["environment"]
+    assert where["family"] == "host" and where["chip"] and where["commit"] and where["versions"]["triton-ascend"]
     (case,) = content["cases"]
     assert len(case["launches"]) == 2 and case["launch_seconds"] == pytest.approx(2 * 3e-6)
     assert case["seconds"] == pytest.approx(sum(one["seconds"] for one in case["launches"]))

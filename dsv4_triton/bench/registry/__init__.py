@@ -32,6 +32,7 @@ __all__ = [
     "cases",
     "ops",
     "select",
+    "unknown",
 ]
 
 
@@ -81,7 +82,7 @@ def select(
         patterns = _several(case)
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
-                raise RegistryError(_unknown("case", pattern, names))
+                raise RegistryError(unknown("case", pattern, names))
         found = [c for c in found if any(fnmatchcase(c.name, pattern) for pattern in patterns)]
     return found
 
@@ -93,11 +94,12 @@ def _several(names: str | Sequence[str]) -> list[str]:
 def _known(kind: str, names: list[str], existing: tuple[str, ...]) -> set[str]:
     for name in names:
         if name not in existing:
-            raise RegistryError(_unknown(kind, name, existing))
+            raise RegistryError(unknown(kind, name, existing))
     return set(names)
 
 
-def _unknown(kind: str, name: str, existing: Iterable[str]) -> str:
+def unknown(kind: str, name: str, existing: Iterable[str]) -> str:
+    """A sentence that says that `name` does not exist, and what does."""
     existing = list(existing)
     close = difflib.get_close_matches(name, existing, n=1, cutoff=0.6)
     hint = f"; did you mean {close[0]!r}?" if close else "."
