@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Optional, cast
 
@@ -14,6 +16,7 @@ from rich.console import Console
 from dsv4_triton.console import (
     File,
     command_group,
+    ended_like_ctrl_c,
     known,
     print_error,
     print_line,
@@ -22,6 +25,7 @@ from dsv4_triton.console import (
     refuse_unwritable,
     reported,
     table_console,
+    write_files,
 )
 
 if TYPE_CHECKING:
@@ -47,13 +51,22 @@ Jobs = Annotated[
     Optional[int],  # noqa: UP045
     typer.Option(min=1, metavar="N", help="Tries at once, offline. Default: the CPUs."),
 ]
-Seconds = Annotated[float, typer.Option(min=1.0, help="Time for one try.")]
+
+
+def _finite(value: float | None) -> float | None:
+    if value is not None and not isfinite(value):
+        raise typer.BadParameter(f"{value} is no length of time")
+    return value
+
+
+Seconds = Annotated[float, typer.Option(min=1.0, callback=_finite, help="Time for one try.")]
 
 
 @contextmanager
 def _reported(console: Console) -> Iterator[None]:
     """Errors that a request can cause become one line and status 2; a lost device too, with status 1."""
-    from dsv4_triton.autotune.run import BusyError, DeviceLostError
+    from dsv4_triton.autotune.run import BusyError
+    from dsv4_triton.bench.run import DeviceLostError
     from dsv4_triton.compiler.ascend.tools import ToolMissingError
 
     try:
@@ -81,7 +94,8 @@ def tune(
     ] = None,
     kernel: Kernels = None,
     model: Annotated[
-        Names, typer.Option(help="flash, pro or demo; may be given several times. Without it: flash and pro.")
+        Names,
+        typer.Option(help="flash, pro or demo; may be given several times. Without it and --case: flash and pro."),
     ] = None,
     case: Annotated[
         Names,
@@ -96,12 +110,17 @@ def tune(
     ] = "offline",
     budget: Annotated[
         Optional[float],  # noqa: UP045
-        typer.Option(min=0.0, metavar="MINUTES", help="Stop after so long. Default: when all is tried."),
+        typer.Option(
+            min=0.0, callback=_finite, metavar="MINUTES", help="Stop after so long. Default: when all is tried."
+        ),
     ] = None,
     tries: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option(
-            min=1, metavar="N", help="At most so many configurations for each size. Default: the search ends it."
+            min=1,
+            metavar="N",
+            help="At most so many configurations for each size; the default and what is on file for it are always "
+            "tried. Default: the search ends it.",
         ),
     ] = None,
     jobs: Jobs = None,
@@ -126,9 +145,10 @@ def tune(
     if context.invoked_subcommand is not None:
         return
     from dsv4_triton.autotune import report, store
-    from dsv4_triton.autotune.run import DeviceLostError, Settings, run
+    from dsv4_triton.autotune.run import Settings, refuse_broken_files, run
     from dsv4_triton.autotune.search import named
     from dsv4_triton.autotune.trials import cores
+    from dsv4_triton.bench.run import DeviceLostError
     from dsv4_triton.compiler.ascend.tools import tools_for
     from dsv4_triton.device import FAMILIES, HOST
 
@@ -142,17 +162,22 @@ def tune(
         refuse_unwritable((json, html))
         folder = out or store.user_folder()
         _writable(folder)
-        if chosen is not HOST and mode == "offline":
+        if chosen is not HOST:
             tools_for(chosen.arch)
-        elif chosen is not HOST:
-            _npu_there(chosen.name)
-        if html is not None:
-            import matplotlib as _  # noqa: F401  known to be there before minutes of work
+            if mode == "device":
+                _npu_there(chosen.name)
+        if html is not None and find_spec("matplotlib") is None:
+            raise ValueError("--html needs matplotlib; pip install matplotlib, or leave --html out")
         settings = Settings(
             chosen, cast(Literal["offline", "device"], mode), folder, jobs or cores(), budget, tries, seconds, resume
         )
         with progress_bar(console) as progress:
             wanted = named(kernel or (), model or (), case or (), chosen, progress)
+        if not wanted:
+            raise ValueError(
+                f"no case that was asked for launches {', '.join(kernel or ['a kernel'])} on {chosen.title}"
+            )
+        refuse_broken_files(wanted, settings)
         with progress_bar(console) as progress:
 
             def say(done: int, what: str, found: Found | None) -> None:
@@ -166,37 +191,26 @@ def tune(
             results: list[Found] = []
             interrupted, broken = False, None
             try:
-                with _ended_like_ctrl_c():
+                with ended_like_ctrl_c():
                     run(wanted, settings, say)
             except KeyboardInterrupt:
                 interrupted = True
-            except (DeviceLostError, OSError) as error:
+            except (DeviceLostError, store.ConfigFileError, OSError) as error:
                 broken = error
         console.print(report.table(results, settings))
         print_line(console, report.summary(results, settings))
+        for one in results:
+            if one.note:
+                print_line(console, one.note, "yellow")
         if len(results) < len(wanted):
             left = f"{len(wanted) - len(results)} of {len(wanted)} are left; the same command with --resume goes on"
             print_line(console, left, "yellow")
         print_line(console, f"config files: {folder / chosen.name}")
-        if json is not None:
-            json.write_text(report.as_json(results, settings))
-        if html is not None:
-            html.write_text(report.as_html(results, settings))
+        page = report.as_html(results, settings) if html is not None else ""
+        write_files((json, report.as_json(results, settings)), (html, page))
         if broken is not None:
             raise broken
     raise typer.Exit(130 if interrupted else 0 if all(one.winner is not None for one in results) else 1)
-
-
-@contextmanager
-def _ended_like_ctrl_c() -> Iterator[None]:
-    """A polite end from outside keeps what is done, too, and leaves no compiler behind."""
-    import signal
-
-    usual = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, usual)
 
 
 def _writable(folder: Path) -> None:
@@ -210,8 +224,6 @@ def _writable(folder: Path) -> None:
 
 def _npu_there(name: str) -> None:
     """`ValueError` unless this machine has an NPU of the family."""
-    from importlib.util import find_spec
-
     from dsv4_triton.autotune.run import npu_name
     from dsv4_triton.device import family_of_soc
 
@@ -233,13 +245,13 @@ def show(
 ) -> None:
     """List what config files hold: for which sizes, what changed, measured or estimated, and whether it is outdated."""
     from dataclasses import asdict
-    from json import dumps
 
     from rich.table import Table
+    from rich.text import Text
 
     from dsv4_triton.autotune import shipped, store
-    from dsv4_triton.autotune.report import difference
     from dsv4_triton.autotune.search import spaces
+    from dsv4_triton.autotune.trials import difference
 
     console = table_console()
     with _reported(console):
@@ -257,10 +269,11 @@ def show(
             sizes = " ".join(f"{n}={v}" if isinstance(v, int) else str(v) for n, v in entry.key.items())
             gain = what.default_microseconds / what.microseconds if what.microseconds else 1.0
             source = "shipped" if line.folder == store.SHIPPED else "user"
-            table.add_row(
+            cells = (
                 line.family, line.kernel, sizes, changed, f"{what.microseconds:.4g}", what.case, f"{gain:.2f}",
                 what.kind, f"{source} {what.date}" + (" (hidden)" if line.hidden else ""), line.old,
             )  # fmt: skip
+            table.add_row(*map(Text, cells))  # what files say is no markup
             rows.append({**asdict(line), "folder": str(line.folder), "old": line.old})
         console.print(table)
         for problem in problems:
@@ -272,8 +285,7 @@ def show(
                 print_line(console, said)
         outdated = sum(bool(line.old) for line in found)
         print_line(console, f"{len(found)} entries, {outdated} outdated; the user's folder is {store.user_folder()}")
-        if json is not None:
-            store.replace_file(json, dumps({"entries": rows, "problems": problems}, indent=1) + "\n")
+        write_files((json, {"entries": rows, "problems": problems}))
     raise typer.Exit(1 if problems else 0)
 
 
@@ -294,7 +306,8 @@ def verify(
 ) -> None:
     """Put every entry of the config files through all gates again, with the toolchain that is installed.
 
-    The exit status is 1 when one fails: it no longer compiles, fits, links, or equals the reference.
+    The exit status is 1 when one fails: it no longer compiles, fits, links, or equals the reference; and 130 after
+    Ctrl-C, with what was found until then.
     """
     from dsv4_triton.autotune import shipped
     from dsv4_triton.autotune.trials import cores
@@ -310,20 +323,31 @@ def verify(
         for arch in {target.family.arch for target, _ in checked} - {""}:
             tools_for(arch)
         bar = partial(progress_bar, console) if console.is_terminal else partial(progress_lines, Console(stderr=True))
-        with bar() as progress:
-            for line, verdict in shipped.verify(checked, jobs=jobs or cores(), seconds=seconds, progress=progress):
-                if not verdict.ok:
-                    problems.append(f"{line.family} {line.kernel} {line.entry.key}: {verdict.fate}: {verdict.message}")
+        number, interrupted = 0, False
+        try:
+            with bar() as progress, ended_like_ctrl_c():
+                for line, verdict in shipped.verify(checked, jobs=jobs or cores(), seconds=seconds, progress=progress):
+                    number += 1
+                    if not verdict.ok:
+                        what = f"{verdict.fate}: {verdict.message}"
+                        problems.append(f"{line.family} {line.kernel} {line.entry.key}: {what}")
+        except KeyboardInterrupt:
+            interrupted = True
         for problem in problems:
             print_error(console, problem, "failed")
-        print_line(console, f"{len(checked)} entries checked, {len(problems)} problems")
-    raise typer.Exit(1 if problems else 0)
+        print_line(console, f"{number} entries checked, {len(problems)} problems")
+        if interrupted:
+            print_line(console, f"{len(checked) - number} of {len(checked)} are left", "yellow")
+    raise typer.Exit(130 if interrupted else 1 if problems else 0)
 
 
 @app.command()
 def export(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write them.")],
     family: FamilyNames = None,
+    source: Annotated[
+        File, typer.Option("--from", metavar="FOLDER", help="Folder of config files. Default: the user's.")
+    ] = None,
 ) -> None:
     """Write what was tuned on this machine to one file, to be carried to another."""
     from dsv4_triton.autotune import shipped, store
@@ -331,10 +355,12 @@ def export(
     console = table_console()
     with _reported(console):
         refuse_unwritable((file,))
-        number = shipped.export(file, _families(family))
-        if not number:
-            print_line(console, f"nothing was tuned into {store.user_folder()}", "yellow")
-        print_line(console, f"{number} entries written to {file}")
+        folder = source or store.user_folder()
+        entries = shipped.exported(folder, _families(family))
+        if not entries:
+            raise ValueError(f"there is nothing to export: no config file of {folder} has an entry for this")
+        write_files((file, {"schema": store.SCHEMA, "entries": entries}))
+        print_line(console, f"{len(entries)} entries written to {file}")
 
 
 @app.command("import")

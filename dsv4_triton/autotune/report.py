@@ -7,13 +7,14 @@ import html
 import io
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from math import exp, isnan, log
 from typing import Any
 
 from dsv4_triton.autotune.run import Settings, chip, versions
 from dsv4_triton.autotune.search import Found, spaces_of
+from dsv4_triton.autotune.trials import difference
 from dsv4_triton.compiler.cost.estimate import minimum_seconds
 
 FATES = {
@@ -29,12 +30,6 @@ FATES = {
     "unused": "the op did not ask for it, or no case could check it",
 }
 """Why a try did not count, in words."""
-
-
-def difference(config: Mapping[str, Any], default: Mapping[str, Any]) -> str:
-    """What of `config` is not the default's."""
-    changed = [f"{name}={value}" for name, value in config.items() if default.get(name) != value]
-    return " ".join(changed) or "default"
 
 
 def mean_gain(found: Iterable[Found]) -> float:
@@ -107,7 +102,8 @@ def as_json(found: Sequence[Found], settings: Settings) -> str:
         {
             "kernel": one.target.space.name, "key": one.target.bucketed, "case": str(one.target.case),
             "default": one.default.config, "winner": one.winner.config if one.winner else None, "gain": one.gain,
-            "roofline_microseconds": roofline(one), "configurations": one.space, "dropped": one.dropped,
+            "note": one.note, "roofline_microseconds": roofline(one), "configurations": one.space,
+            "dropped": one.dropped,
             "tries": [{k: v for k, v in _clean(asdict(verdict)).items() if k != "parts"} for verdict in one.verdicts],
         }
         for one in found

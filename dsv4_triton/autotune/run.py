@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -13,27 +12,26 @@ from dataclasses import asdict, dataclass, replace
 from datetime import date
 from functools import cache
 from importlib import metadata
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import dsv4_triton
 from dsv4_triton.autotune import store
 from dsv4_triton.autotune.search import Found, OutOfTimeError, check_cases, search
-from dsv4_triton.autotune.trials import Mode, Target, Verdict, check_on_host, time_in_turn, try_all
+from dsv4_triton.autotune.trials import Mode, Target, Verdict, check_on_host, difference, time_in_turn, try_all
+from dsv4_triton.bench.results import cpu_name
+from dsv4_triton.bench.run import DeviceLostError, DeviceMissingError, device_named, problem_of
 from dsv4_triton.compiler.ascend.jobs import Outcome, run_all
 from dsv4_triton.compiler.cache import directory
 from dsv4_triton.device import FAMILIES, HOST, Family
 
-PACKAGES = ("dsv4-triton", "triton-ascend", "ascendnpu-ir", "torch", "torch_npu")
+PACKAGES = ("dsv4-triton", "triton-ascend", "ascendnpu-ir", "llvmlite", "torch", "torch_npu")
 _FAILURES = 3
 """So many winners of a target may fail the check before its default stays."""
 _LOST = ("crash", "time")
 """Fates that a device without an answer has, too."""
-_SOURCES = ("kernels", "compiler", "bench/registry", "autotune")
-
-
-class DeviceLostError(RuntimeError):
-    """Not even the default runs on the device any more."""
+_PROBE_SECONDS = 120.0
 
 
 class BusyError(RuntimeError):
@@ -83,7 +81,7 @@ def versions() -> dict[str, str]:
 def chip(family: Family, mode: Mode) -> str:
     """What the results are for: the chip of the offline compile, the device, or this machine's processor."""
     if family is HOST:
-        return platform.processor() or platform.machine()
+        return cpu_name()
     return family.target if mode == "offline" else npu_name()
 
 
@@ -105,59 +103,78 @@ def _npu_name() -> bytes:
 
 
 class Journal:
-    """Verdicts on disk, a line each, so that an interrupted run can go on. Those of other sources or versions do not
-    count, nor do tries that crashed or hung on a device: it may have been at fault. `BusyError` while another process
-    has it."""
+    """Verdicts on disk, a line each, so that an interrupted run can go on. They are those of a target in its case,
+    whose time they are. What is of other sources, versions or another chip is left out when the journal is opened.
+    `BusyError` while another process has it."""
 
     def __init__(self, settings: Settings):
         self.file = directory() / "tune" / f"{settings.family.name}-{settings.timed}.jsonl"
-        self.stamp = _stamp()
-        self.forgiven = _LOST if settings.on_device else ()
-        self.known: dict[tuple[str, str], Verdict] = {}
+        self.stamp = _stamp(chip(settings.family, settings.timed))
+        self.known: dict[str, dict[str, Verdict]] = {}
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.stream = self.file.open("a")
+        self.lock = self.file.with_suffix(".lock").open("a")
         try:
-            fcntl.flock(self.stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            self.stream.close()
-            raise BusyError(f"another process tunes {settings.family.name} here: {self.file} is locked") from None
-        if settings.resume:
-            self._load()
-        else:
-            self.stream.truncate(0)
+            self.lock.close()
+            raise BusyError(f"another process tunes {settings.family.name} here: {self.file} is in use") from None
+        self._load()
+        kept = [self._line(at, verdict) for at, group in self.known.items() for verdict in group.values()]
+        store.replace_file(self.file, "".join(kept))
+        self.stream = self.file.open("a")
+
+    def close(self) -> None:
+        self.stream.close()
+        self.lock.close()
 
     def _load(self) -> None:
-        for line in self.file.read_text().splitlines():
+        for line in self.file.read_text().splitlines() if self.file.exists() else ():
             try:
                 one = json.loads(line)
-                if one["stamp"] == self.stamp and one["verdict"]["fate"] not in self.forgiven:
-                    verdict = Verdict(**one["verdict"])
-                    parts = {name: tuple(part) for name, part in verdict.parts.items()}
-                    self.known[one["target"], _name(verdict.config)] = Verdict(**{**vars(verdict), "parts": parts})
-            except (ValueError, KeyError, TypeError):
+                if one["stamp"] != self.stamp:
+                    continue
+                if one["verdict"] is None:
+                    self.known.pop(one["target"], None)
+                    continue
+                verdict = Verdict.from_dict(one["verdict"])
+                self.known.setdefault(one["target"], {})[_name(verdict.config)] = verdict
+            except (ValueError, KeyError, TypeError, AttributeError):
                 continue  # a line that was cut off when the run was interrupted
 
-    def add(self, target: Target, verdict: Verdict) -> None:
-        self.known[target.name, _name(verdict.config)] = verdict
-        line = {"stamp": self.stamp, "target": target.name, "verdict": asdict(verdict)}
-        self.stream.write(json.dumps(line) + "\n")
+    def _line(self, at: str, verdict: Verdict | None) -> str:
+        content = {"stamp": self.stamp, "target": at, "verdict": None if verdict is None else asdict(verdict)}
+        return json.dumps(content) + "\n"
+
+    def _write(self, at: str, verdict: Verdict | None) -> None:
+        self.stream.write(self._line(at, verdict))
         self.stream.flush()
 
+    def add(self, target: Target, verdict: Verdict) -> None:
+        self.known.setdefault(_at(target), {})[_name(verdict.config)] = verdict
+        self._write(_at(target), verdict)
+
+    def drop(self, target: Target) -> None:
+        """Forget a target's verdicts: a line without one ends those before it."""
+        if self.known.pop(_at(target), None):
+            self._write(_at(target), None)
+
     def get(self, target: Target, config: Mapping[str, Any]) -> Verdict | None:
-        return self.known.get((target.name, _name(config)))
+        return self.known.get(_at(target), {}).get(_name(config))
+
+
+def _at(target: Target) -> str:
+    return f"{target.name} in {target.case}"
 
 
 def _name(config: Mapping[str, Any]) -> str:
     return json.dumps(config, sort_keys=True)
 
 
-def _stamp() -> str:
-    """Digest of what verdicts depend on."""
-    digest = hashlib.sha256(json.dumps(versions()).encode())
-    root = Path(dsv4_triton.__file__).parent
-    for folder in _SOURCES:
-        for file in sorted((root / folder).rglob("*.py")):
-            digest.update(file.read_bytes())
+def _stamp(chip: str) -> str:
+    """Digest of what verdicts depend on. Any source of the package may count: shapes, limits, options, counts."""
+    digest = hashlib.sha256(json.dumps([chip, versions()]).encode())
+    for file in sorted(Path(dsv4_triton.__file__).parent.rglob("*.py")):
+        digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -168,7 +185,8 @@ def run(
     called with what is being tried, and with the result of a target when it is there.
 
     The end of the time leaves what was found; so does KeyboardInterrupt, which is raised again, and `DeviceLostError`
-    when the device is gone. `BusyError` when another process tunes the family.
+    when the device is gone. `BusyError` when another process tunes the family, `ConfigFileError` for a file of
+    `settings.folder` that cannot be merged into.
     """
     journal = Journal(settings)
     end = None if settings.minutes is None else time.monotonic() + settings.minutes * 60
@@ -176,9 +194,11 @@ def run(
     done: list[Found] = []
     try:
         for number, target in enumerate(targets):
+            if not settings.resume:
+                journal.drop(target)
             evaluate = _Evaluate(target, settings, journal, known, end, lambda what: progress(number, what, None))  # noqa: B023
             try:
-                found = search(target, _seeds(target), evaluate, settings.tries)
+                found = search(target, _seeds(target), evaluate, settings.tries, own=_own(target, settings))
             except OutOfTimeError:
                 break
             _choose(found, settings, journal)
@@ -186,8 +206,15 @@ def run(
             _write(found, settings)
             progress(number + 1, str(target), found)
     finally:
-        journal.stream.close()
+        journal.close()
     return done
+
+
+def refuse_broken_files(targets: Sequence[Target], settings: Settings) -> None:
+    """`ConfigFileError` for a file that results of `targets` could not be merged into, before minutes of work."""
+    family = settings.family.name
+    for name in sorted({target.space.name for target in targets}):
+        store.read(store.path(settings.folder, family, name), family, name)
 
 
 class _Evaluate:
@@ -199,7 +226,7 @@ class _Evaluate:
     ):  # fmt: skip
         self.target, self.settings, self.journal, self.known = target, settings, journal, known
         self.end, self.say = end, say
-        self.best, self.first = float("inf"), True
+        self.best = float("inf")
 
     def __call__(self, configs: Sequence[dict[str, Any]]) -> list[Verdict]:
         if self.late:
@@ -208,28 +235,42 @@ class _Evaluate:
         waiting = [i for i in range(len(configs)) if i not in verdicts]
         left = len(waiting)
 
+        def say() -> None:
+            if left:  # they start in this order, so many at once
+                last = min(len(waiting) - left + self.at_once, len(waiting)) - 1
+                self.say(self.words(configs[waiting[last]], left))
+
         def done(index: int, verdict: Verdict) -> None:
             nonlocal left
             left -= 1
+            _refuse_a_lost_device(self.target, verdict, self.settings)
             verdicts[waiting[index]] = verdict
             self.journal.add(self.target, verdict)
             self.note(verdict)
-            self.say(f"{self.target}: {left} of this round left, best {self.best:.4g} us")
+            say()
             if left and self.late:
                 raise OutOfTimeError
 
         for verdict in verdicts.values():
             self.note(verdict)
-        self.say(f"{self.target}: {len(waiting)} to try, best {self.best:.4g} us")
+        say()
         try_all(
             [(self.target, configs[i]) for i in waiting], self.settings.timed, jobs=self.settings.jobs,
             seconds=self.settings.seconds, known=self.known, done=done,
         )  # fmt: skip
-        ordered = [verdicts[i] for i in range(len(configs))]
-        if self.first and self.settings.on_device and ordered[0].fate in _LOST:
-            raise DeviceLostError(f"{self.target} does not run with its default: {ordered[0].message}")
-        self.first = False
-        return ordered
+        return [verdicts[i] for i in range(len(configs))]
+
+    @property
+    def at_once(self) -> int:
+        return self.settings.jobs if self.settings.timed == "offline" else 1
+
+    def words(self, config: Mapping[str, Any], left: int) -> str:
+        """What is being tried, what was the best so far, and how long there is for it."""
+        tried = f"{self.target}: {difference(config, self.target.default)}, {left} of this round left"
+        best = f", best {self.best:.4g} us" if isfinite(self.best) else ""
+        if self.end is None:
+            return tried + best
+        return f"{tried}{best}, --budget ends in {max(0.0, self.end - time.monotonic()) / 60:.1f} min"
 
     @property
     def late(self) -> bool:
@@ -241,10 +282,40 @@ class _Evaluate:
         self.known.update(verdict.parts)
 
 
+def _refuse_a_lost_device(target: Target, verdict: Verdict, settings: Settings) -> None:
+    """`DeviceLostError` where a try ended as on a device that is gone, and the device does not answer in a process of
+    its own either. Otherwise the verdict is about the configuration."""
+    if not settings.on_device or verdict.fate not in _LOST:
+        return
+    found: list[Outcome] = []
+    run_all([_answers], 1, _PROBE_SECONDS, lambda _, outcome: found.append(outcome), nullcontext())
+    if found[0].fate != "done" or found[0].body:
+        problem = found[0].body.decode() or found[0].message or "no answer"
+        raise DeviceLostError(
+            f"the NPU no longer answers: {problem}; {target} was tried with "
+            f"{difference(verdict.config, target.default)}: {verdict.message}"
+        )
+
+
+def _answers() -> bytes:
+    """Nothing, or why the NPU does not answer."""
+    try:
+        return problem_of(device_named("npu")).encode()
+    except DeviceMissingError as error:
+        return str(error).encode()
+
+
+def _own(target: Target, settings: Settings) -> list[dict[str, Any]]:
+    """What is on file for this key and family, in every folder whose entry the result replaces or hides."""
+    family, kernel, key = target.family.name, target.space.name, target.bucketed
+    entries = [store.entry_in(folder, family, kernel, key) for folder in (settings.folder, *store.folders())]
+    return [entry.config for entry in entries if entry and entry.config]
+
+
 def _seeds(target: Target) -> list[dict[str, Any]]:
     """What is on file for this key, for any family: good places to begin."""
     found = []
-    for family in (target.family, *FAMILIES.values()):
+    for family in FAMILIES.values():
         config = store.lookup(family.name, target.space.name, target.bucketed)
         if config:
             found.append(config)
@@ -259,6 +330,7 @@ def _choose(found: Found, settings: Settings, journal: Journal) -> None:
             last = check_on_host(found.target, verdict.config, list(check_cases(found.target)), settings.seconds)
         else:
             last = time_in_turn(found.target, verdict.config, settings.seconds)
+            _refuse_a_lost_device(found.target, last, settings)
         if not last.ok:
             found.reject(last)
             journal.add(found.target, last)
@@ -273,10 +345,18 @@ def _choose(found: Found, settings: Settings, journal: Journal) -> None:
 
 
 def _write(found: Found, settings: Settings) -> None:
-    """Keep what won in the config file; nothing where not even the default works."""
+    """Keep what won in the config file; nothing where not even the default works, or where an estimate would replace
+    or hide what was measured."""
     target, winner = found.target, found.winner
     if winner is None:
         return
+    if settings.kind == "estimate":
+        for folder in store.folders() if settings.folder == store.user_folder() else (settings.folder,):
+            present = store.entry_in(folder, target.family.name, target.space.name, target.bucketed)
+            if present and present.found.kind == "measured":
+                file = store.path(folder, target.family.name, target.space.name)
+                found.note = f"{target}: the estimate was not written, {file} has it measured"
+                return
     entry = store.Entry(
         key=target.bucketed,
         config=None if winner is found.default else winner.config,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib
 import json
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dsv4_triton import kernels, offline
 from dsv4_triton.autotune.space import DECLARED, Space, trial
-from dsv4_triton.autotune.trials import GAIN, Target, Verdict
-from dsv4_triton.bench.registry import Case, ops, select
+from dsv4_triton.autotune.trials import GAIN, Target, Verdict, sizes
+from dsv4_triton.bench.registry import Case, RegistryError, ops, select, unknown
 from dsv4_triton.compiler.launches import recording
 from dsv4_triton.device import HOST, Family
 
@@ -30,11 +30,12 @@ class OutOfTimeError(Exception):
 @dataclass
 class Found:
     """What trying one target gave. `verdicts` are in the order of trying, the default's first; `dropped` configurations
-    cannot fit by arithmetic, `space` is how many there are."""
+    cannot fit by arithmetic, `space` is how many there are. `note` says why the winner was not written."""
 
     target: Target
     verdicts: list[Verdict] = field(default_factory=list)
     winner: Verdict | None = None
+    note: str = ""
     space: int = 0
     dropped: int = 0
 
@@ -70,14 +71,22 @@ def spaces() -> dict[str, Space]:
     return dict(sorted(DECLARED.items()))
 
 
-def targets(cases: Sequence[Case], family: Family, progress: Callable[[int, int, str], None]) -> list[Target]:
-    """Every kernel at every bucket of sizes that the cases ask for; each once, with a case of the kernel's own op if
-    one asks for it, even if it is none of `cases`: in the time of another op its own would be lost."""
+def targets(
+    cases: Sequence[Case],
+    family: Family,
+    progress: Callable[[int, int, str], None],
+    only: Container[str] | None = None,
+) -> list[Target]:
+    """Every kernel, or `only` those, at every bucket of sizes that the cases ask for; each once, with a case of the
+    kernel's own op if one asks for it, even if it is none of `cases`: in the time of another op its own would be lost.
+    """
     found: dict[str, Target] = {}
     cases = [case for case in cases if case.runs_on(family)]
     for number, case in enumerate(cases):
         progress(number, len(cases), f"asking {case}")
         for space, _, key in asked(case, family):
+            if only is not None and space.name not in only:
+                continue
             target = Target(space, family, key, case)
             present = found.get(target.name)
             if present is None or (present.case.op != space.name and case.op == space.name):
@@ -108,15 +117,18 @@ def named(
 ) -> list[Target]:
     """The targets of these ops, and those of these kernels in the cases of any op; without a name all. Models and cases
     are those of `offline.choose`, steps between the reported ones included; `RegistryError` for what does not exist."""
-    alone = {name for name in names if name not in ops() and name in spaces()}
+    for name in names:
+        if name not in ops() and name not in spaces():
+            raise RegistryError(unknown("kernel", name, sorted({*ops(), *spaces()})))
+    alone = {name for name in names if name not in ops()}
     found: list[Target] = []
     if not alone or len(alone) < len(set(names)):
         of_ops = [name for name in names if name not in alone]
         found = targets(offline.choose(of_ops, models, cases, between=True), family, progress)
     if alone:
         there = {target.name for target in found}
-        others = targets(offline.choose((), models, cases, between=True), family, progress)
-        found += [target for target in others if target.space.name in alone and target.name not in there]
+        others = targets(offline.choose((), models, cases, between=True), family, progress, alone)
+        found += [target for target in others if target.name not in there]
     return found
 
 
@@ -133,23 +145,25 @@ def asked(case: Case, family: Family) -> list[Any]:
 
 
 def search(
-    target: Target, seeds: Iterable[Mapping[str, Any]], evaluate: Callable[..., list[Verdict]], tries: int | None = None
-) -> Found:
-    """Try the default, then `seeds`, then the space: whole where it is small, else one parameter after the other from
-    the best so far; at most `tries`. `evaluate(configs)` gives their verdicts; `OutOfTimeError` of it ends the search,
-    and what is known by then counts."""
+    target: Target, seeds: Iterable[Mapping[str, Any]], evaluate: Callable[..., list[Verdict]],
+    tries: int | None = None, *, own: Iterable[Mapping[str, Any]] = (),
+) -> Found:  # fmt: skip
+    """Try the default together with `own`, which the result takes the place of, then `seeds`, then the space: whole
+    where it is small, else one parameter after the other from the best so far; at most `tries`, `own` whatever that is.
+    `evaluate(configs)` gives their verdicts; `OutOfTimeError` of it ends the search, and what is known by then counts.
+    """
     space, family, key = target.space, target.family, target.key
     found, seen = Found(target), set[str]()
 
-    def attempt(configs: Iterable[Mapping[str, Any]]) -> None:
+    def attempt(configs: Iterable[Mapping[str, Any]], limit: int | None = None) -> None:
         fresh = []
         for config in configs:
             name = json.dumps(config, sort_keys=True)
             if name not in seen and not space.fits(family, key, config):
                 seen.add(name)
                 fresh.append(dict(config))
-        if tries is not None:
-            fresh = fresh[: tries - len(found.verdicts)]
+        if limit is not None:
+            fresh = fresh[: max(0, limit - len(found.verdicts))]
         if fresh:
             found.verdicts += evaluate(fresh)
 
@@ -162,15 +176,15 @@ def search(
             usable.append(config)
     default = target.default
     try:
-        attempt([default])
-        attempt(config for config in seeds if config.keys() == default.keys())
+        attempt([default, *(config for config in own if not space.unlike(family, key, config))])
+        attempt((config for config in seeds if not space.unlike(family, key, config)), tries)
         if found.space - found.dropped <= FULL:
-            attempt(usable)
+            attempt(usable, tries)
         else:
             for _ in range(ROUNDS):
                 before = len(found.verdicts)
                 for name, values in choices.items():
-                    attempt({**_best(found, default), name: value} for value in values)
+                    attempt(({**_best(found, default), name: value} for value in values), tries)
                 if len(found.verdicts) == before:
                     break
     except OutOfTimeError:
@@ -192,17 +206,10 @@ def check_cases(target: Target) -> Iterator[Case]:
     sized = []
     for other in variants:
         if other.runs_on(target.family):
-            size = _size(other, target.family)
+            size, _ = sizes(other, target.family)
             sized.append((other.step.tokens < 5, size, other.step.tokens, other))
     yield from (entry[-1] for entry in sorted(sized, key=lambda entry: entry[:3]) if entry[1] <= CHECK_BYTES)
     yield from (other for other in select(kernel=case.op, model="demo") if other.runs_on(target.family))
-
-
-def _size(case: Case, family: Family) -> int:
-    """Bytes of a case's arguments that are written; of experts that nobody chose there are only addresses."""
-    limits = case.entry.touched(case.job(family))
-    tensors = case.build(family, fill=False).tensors
-    return sum(min(t.numel() * t.itemsize, limits.get(name, t.numel() * t.itemsize)) for name, t in tensors.items())
 
 
 def spaces_of(found: Iterable[Found]) -> dict[Space, list[Found]]:

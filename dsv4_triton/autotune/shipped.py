@@ -116,25 +116,21 @@ def verify(
         yield line, verdict
 
 
-def export(file: Path, families: Sequence[str]) -> int:
-    """Write all entries of the user's folder to one file; their number. `ConfigFileError` for a file that cannot be
-    read: an export is whole or not made."""
-    entries = []
-    for family in families:
-        for source in sorted((store.user_folder() / family).glob("*.json")):
-            for entry in store.read(source, family, source.stem):
-                entries.append({"family": family, "kernel": source.stem, **asdict(entry)})
-    store.replace_file(file, json.dumps({"schema": store.SCHEMA, "entries": entries}, indent=1) + "\n")
-    return len(entries)
+def exported(folder: Path, families: Sequence[str]) -> list[dict[str, Any]]:
+    """All entries of a folder as one file has them. `ConfigFileError` for a file that cannot be read: an export is
+    whole or not made."""
+    return [
+        {"family": family, "kernel": source.stem, **asdict(entry)}
+        for family in families
+        for source in sorted((folder / family).glob("*.json"))
+        for entry in store.read(source, family, source.stem)
+    ]
 
 
 def import_from(file: Path, folder: Path) -> dict[tuple[str, str], int]:
-    """Merge an export into the config files of `folder`: entries by (family, kernel). Nothing is written unless all of
-    it can be used."""
-    try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigFileError(f"{file}: cannot be read: {error}") from None
+    """Merge what `exported` gave into the config files of `folder`: entries by (family, kernel). Nothing is written
+    unless all of it can be used."""
+    content = store.content_of(file)
     entries = store.entries_of(content, str(file), {"schema": store.SCHEMA})
     groups: dict[tuple[str, str], list[Entry]] = {}
     for i, (entry, raw) in enumerate(zip(entries, content["entries"])):

@@ -19,7 +19,7 @@ import itertools
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -60,12 +60,13 @@ class Asked(NamedTuple):
 
 @dataclass
 class Trial:
-    """What an active trial answers with, and what was asked of it."""
+    """What an active trial answers with, and what was asked of it, each question once."""
 
     configs: Mapping[str, Mapping[str, Any]]
     only: Mapping[str, Any] | None
     asked: list[Asked] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
+    answers: dict[tuple[Any, ...], Config] = field(default_factory=dict)
 
 
 def buffering(family: Family) -> Choices:
@@ -93,18 +94,6 @@ def products(family: Family) -> Choices:
 
 _MOST_KNOWN = 1 << 14
 """Answers that are kept: sizes such as the longest context grow with every step of a server that runs for months."""
-
-
-def _unlike(config: Mapping[str, Any], default: Mapping[str, Any]) -> str:
-    """ "" or what parameters from a file have that those of the kernel have not: other names or types. A default of
-    None says nothing of a type, and options of the compiler may be left out."""
-    if config.keys() != default.keys():
-        return f"has {', '.join(config)}, expected {', '.join(default)}"
-    for name, value in config.items():
-        free = default[name] is None or (value is None and not name.isupper())
-        if not free and type(value) is not type(default[name]):
-            return f"has {name} {value!r}, expected the kind of {default[name]!r}"
-    return ""
 
 
 _trial: Trial | None = None
@@ -169,6 +158,25 @@ class Space:
         """ "" or why `config` cannot be used for these sizes."""
         return "" if self._fits is None else self._fits(family, key, config)
 
+    def unlike(self, family: Family, key: Key, config: Mapping[str, Any]) -> str:
+        """ "" or what `config` has that no search for these sizes chooses: other names, types or values. A default of
+        None says nothing of a type, options of the compiler may be left out, and of two truths either may be told."""
+        default = self.computed(family, key)
+        if config.keys() != default.keys():
+            return f"has {', '.join(config)}, expected {', '.join(default)}"
+        choices = self.candidates(family, key)
+        for name, value in config.items():
+            usual = default[name]
+            if value is None and not name.isupper():
+                continue
+            if usual is not None and type(value) is not type(usual):
+                return f"has {name} {value!r}, expected the kind of {usual!r}"
+            told = [one for one in (usual, *choices.get(name, ())) if type(one) is type(value)]
+            if value not in told and not (told and isinstance(value, bool)):
+                expected = ", ".join(map(repr, dict.fromkeys((usual, *choices.get(name, ())))))
+                return f"has {name} {value!r}, expected one of {expected}"
+        return ""
+
     def bucketed(self, key: Key) -> dict[str, Any]:
         """The key of a file's entry for these sizes."""
         return {name: bucket(v) if name in self.buckets else readable(v) for name, v in key.items()}
@@ -190,7 +198,8 @@ class Space:
         for at in self._buckets_of(key):
             config = lookup(family.name, self.name, at)
             if config is not None:
-                if config and (problem := _unlike(config, default)):
+                sized = {**key, **{name: at[name] for name in self.buckets if name in at}}
+                if config and (problem := self.unlike(family, sized, config)):  # before `fits`, which counts on it
                     self._warn(family, at, problem)
                     return Config(default)
                 usable = config and not self.fits(family, key, config)
@@ -215,6 +224,14 @@ class Space:
                 yield exact | {name: exact[name] // by for name, by in zip(names, halved)}
 
     def _tried(self, trial: Trial, family: Family, key: dict[str, Any]) -> Config:
+        """Answers are kept as those of files are, so that a timed launch does not wait longer for them."""
+        at = (self, family, *key.values())
+        known = trial.answers.get(at)
+        if known is None:
+            known = trial.answers[at] = self._answered(trial, family, key)
+        return known
+
+    def _answered(self, trial: Trial, family: Family, key: dict[str, Any]) -> Config:
         trial.asked.append(Asked(self, family, key))
         wanted = trial.configs.get(self.name)
         default = self.computed(family, key)
@@ -227,22 +244,27 @@ class Space:
         return Config(config)
 
 
-@contextmanager
 def trial(
     configs: Mapping[str, Mapping[str, Any]] | None = None, only: Mapping[str, Any] | None = None
-) -> Iterator[Trial]:
+) -> AbstractContextManager[Trial]:
     """While active, spaces answer with `configs` by their name where these fit, others with their computed default, and
     no file counts; `only` for launches whose bucketed key this is.
 
     Yields what was `asked`, and the names of the spaces whose configuration was `used`. Holds for all threads of the
     process; does not nest.
     """
+    return active(Trial(configs or {}, only))
+
+
+@contextmanager
+def active(trial: Trial) -> Iterator[Trial]:
+    """`trial`, of one that can be active several times, with what it has answered already."""
     global _trial
     with _lock:
         if _trial is not None:
             raise RuntimeError("a trial is active already")
-        active = _trial = Trial(configs or {}, only)
+        _trial = trial
     try:
-        yield active
+        yield trial
     finally:
         _trial = None

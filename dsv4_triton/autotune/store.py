@@ -20,6 +20,7 @@ costs one warning that names it and the field, and its kernel runs with what lie
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import tempfile
@@ -142,11 +143,17 @@ def _table(family: str, kernel: str) -> dict[tuple[tuple[str, Any], ...], dict[s
 
 def source(family: str, kernel: str, key: Mapping[str, Any]) -> Path:
     """The file that `lookup` has this key from: the user's where that has it, else the shipped one."""
-    first, second = (path(folder, family, kernel) for folder in folders())
+    first, second = folders()
+    return path(first if entry_in(first, family, kernel, key) else second, family, kernel)
+
+
+def entry_in(folder: Path, family: str, kernel: str, key: Mapping[str, Any]) -> Entry | None:
+    """The entry of exactly this key in one folder; None where it has none, or a file that cannot be used."""
     with suppress(ConfigFileError):
-        if any(entry.at == _at(key) for entry in read(first, family, kernel)):
-            return first
-    return second
+        for entry in read(path(folder, family, kernel), family, kernel):
+            if entry.at == _at(key):
+                return entry
+    return None
 
 
 def forget() -> None:
@@ -161,13 +168,17 @@ def path(folder: Path, family: str, kernel: str) -> Path:
 
 def read(file: Path, family: str, kernel: str) -> list[Entry]:
     """The entries of a file, none where there is no file; `ConfigFileError` for one that cannot be used."""
-    try:
-        content = json.loads(file.read_text())
-    except FileNotFoundError:
+    if not file.exists():
         return []
-    except (OSError, ValueError) as error:
+    return entries_of(content_of(file), str(file), {"schema": SCHEMA, "kernel": kernel, "family": family})
+
+
+def content_of(file: Path) -> Any:
+    """What a JSON file holds; `ConfigFileError` for one that is none."""
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigFileError(f"{file}: cannot be read: {error}") from None
-    return entries_of(content, str(file), {"schema": SCHEMA, "kernel": kernel, "family": family})
 
 
 def entries_of(content: Any, name: str, expected: Mapping[str, Any]) -> list[Entry]:
@@ -213,11 +224,29 @@ def write(folder: Path, family: str, kernel: str, entries: Iterable[Entry]) -> P
     `ConfigFileError` where the present file cannot be read, OSError where it cannot be written: it then stays as it is.
     """
     file = path(folder, family, kernel)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(file.parent):
+        _merge(file, family, kernel, entries)
+    forget()
+    return file
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Inside, no other process merges into a file of `folder`."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _merge(file: Path, family: str, kernel: str, entries: Iterable[Entry]) -> None:
     merged = {entry.at: entry for entry in read(file, family, kernel)} | {entry.at: entry for entry in entries}
     content = {"schema": SCHEMA, "kernel": kernel, "family": family}
     replace_file(file, _text(content, [merged[at] for at in sorted(merged, key=_order)]))
-    forget()
-    return file
 
 
 def _text(content: Mapping[str, Any], entries: Iterable[Entry]) -> str:

@@ -13,7 +13,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from math import inf, nan, sqrt
@@ -22,8 +22,9 @@ from typing import Any, Literal
 import torch
 
 from dsv4_triton import offline
-from dsv4_triton.autotune.space import Space, trial
+from dsv4_triton.autotune.space import Space, Trial, active, trial
 from dsv4_triton.bench.registry import Case, MismatchError
+from dsv4_triton.bench.run import bounded_memory, is_lack_of_memory
 from dsv4_triton.compiler import host
 from dsv4_triton.compiler.ascend import compile_all
 from dsv4_triton.compiler.ascend.jobs import Outcome, run_all
@@ -97,6 +98,17 @@ class Verdict:
     def ok(self) -> bool:
         return self.fate == "ok"
 
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Verdict:
+        """The verdict whose `asdict` went through JSON; KeyError or TypeError for anything else."""
+        return cls(**{**content, "parts": {name: tuple(part) for name, part in content["parts"].items()}})
+
+
+def difference(config: Mapping[str, Any], default: Mapping[str, Any]) -> str:
+    """What of `config` is not the default's."""
+    changed = [f"{name}={value}" for name, value in config.items() if default.get(name) != value]
+    return " ".join(changed) or "default"
+
 
 def try_all(
     tries: Sequence[tuple[Target, Mapping[str, Any]]],
@@ -117,13 +129,19 @@ def try_all(
     def finish(index: int, outcome: Outcome) -> None:
         config = dict(tries[index][1])
         if outcome.fate == "done":
-            verdict = json.loads(outcome.body)
-            verdict["parts"] = {name: tuple(part) for name, part in verdict["parts"].items()}
-            done(index, Verdict(**verdict))
+            done(index, Verdict.from_dict(json.loads(outcome.body)))
         else:
             done(index, Verdict(config, outcome.fate, outcome.message or outcome.fate))
 
     run_all(work, jobs if mode == "offline" else 1, seconds, finish, nullcontext())
+
+
+def sizes(case: Case, family: Family) -> tuple[int, int]:
+    """Bytes of a case's arguments that are written, and of those that stay addresses: experts that nobody chose."""
+    limits = case.entry.touched(case.job(family))
+    whole = {name: t.numel() * t.itemsize for name, t in case.build(family, fill=False).tensors.items()}
+    written = sum(min(size, limits.get(name, size)) for name, size in whole.items())
+    return written, sum(whole.values()) - written
 
 
 def _encoded(run: Callable[..., Verdict], target: Target, config: dict[str, Any], known: Any) -> bytes:
@@ -134,35 +152,43 @@ def _encoded(run: Callable[..., Verdict], target: Target, config: dict[str, Any]
         verdict = Verdict(config, "wrong", str(error))
     except Exception as error:
         # Whatever a launcher or the host compiler says of these parameters is a finding about them.
-        verdict = Verdict(config, "crash", f"{type(error).__name__}: {error}"[:400])
+        fate = "memory" if is_lack_of_memory(error) else "crash"
+        verdict = Verdict(config, fate, f"{type(error).__name__}: {error}"[:400])
     return json.dumps(asdict(verdict)).encode()
 
 
-def _estimated(target: Target, config: dict[str, Any], known: Mapping[str, tuple[float, float, str]]) -> Verdict:
-    family = target.family
+def _compiled(target: Target, config: dict[str, Any]) -> list[Compiled] | Verdict:
+    """The launches of a try compiled for its family, or the gate that they do not pass."""
     with trial({target.space.name: config}, target.bucketed) as tried:
-        recorded = offline.record(target.case, family)
+        recorded = offline.record(target.case, target.family)
     if target.space.name not in tried.used:
         return Verdict(config, "unused", f"{target.case} does not ask for these parameters")
-    results = compile_all([one.launch for one in recorded], family, jobs=1)
+    results = compile_all([one.launch for one in recorded], target.family, jobs=1)
+    for result in results:
+        if gate := _gate(result, target.family):
+            return Verdict(config, *gate)
+    return [one.compiled(target.case, result) for one, result in zip(recorded, results)]
+
+
+def _estimated(target: Target, config: dict[str, Any], known: Mapping[str, tuple[float, float, str]]) -> Verdict:
+    family, launches = target.family, _compiled(target, config)
+    if isinstance(launches, Verdict):
+        return launches
     parts: dict[str, tuple[float, float, str]] = {}
     total, effort, slowest, limit = 0.0, 0.0, -1.0, ""
-    for number, (one, result) in enumerate(zip(recorded, results)):
-        if gate := _gate(result, family):
-            return Verdict(config, *gate)
-        compiled = one.compiled(target.case, result)
+    for number, compiled in enumerate(launches):
         name = _fingerprint(target.case, number, compiled)
         part = known.get(name) or parts.get(name)
         if part is None:
             cost = compiled.cost(family)
             if not cost.known:
-                return Verdict(config, "unknown", f"{result.kernel}: a count depends on data")
+                return Verdict(config, "unknown", f"{compiled.result.kernel}: a count depends on data")
             part = cost.seconds, sum(cost.estimate.resources.values()), cost.estimate.resource
         parts[name] = part
         total, effort = total + part[0], effort + part[1]
         if part[0] > slowest:
             slowest, limit = part[0], part[2]
-    return Verdict(config, "ok", "", total * 1e6, nan, effort * 1e6, limit, len(results), parts)
+    return Verdict(config, "ok", "", total * 1e6, nan, effort * 1e6, limit, len(launches), parts)
 
 
 def _gate(result: CompileResult, family: Family) -> tuple[str, str] | None:
@@ -196,13 +222,16 @@ def _fingerprint(case: Case, number: int, one: Compiled) -> str:
 
 
 def _timed(target: Target, config: dict[str, Any], known: Mapping[str, Any]) -> Verdict:
-    """Run on the family's device, or on this machine for `host`: first against the reference, then on the clock."""
-    inputs = target.case.build(target.family, device=_device(target))
-    with _kernels(target), trial({target.space.name: config}, target.bucketed) as tried:
-        target.case.check(inputs, target.family)
-    if target.space.name not in tried.used:
-        return Verdict(config, "unused", f"{target.case} does not ask for these parameters")
+    """Run on the family's device, or on this machine for `host`: first against the reference, then on the clock. For a
+    device it is compiled before as it is offline, so that no fallback or full memory is timed."""
+    if target.family is not HOST and isinstance(refused := _compiled(target, config), Verdict):
+        return refused
     with _kernels(target):
+        inputs = target.case.build(target.family, device=_device(target))
+        with trial({target.space.name: config}, target.bucketed) as tried:
+            target.case.check(inputs, target.family)
+        if target.space.name not in tried.used:
+            return Verdict(config, "unused", f"{target.case} does not ask for these parameters")
         [times] = _times(target, [config], inputs.copy().arguments, SAMPLES)
     return Verdict(config, "ok", "", statistics.median(times))
 
@@ -211,8 +240,18 @@ def _device(target: Target) -> str:
     return "cpu" if target.family is HOST else "npu"
 
 
-def _kernels(target: Target) -> AbstractContextManager[Any]:
-    return host.installed() if target.family is HOST else nullcontext()
+@contextmanager
+def _kernels(target: Target) -> Iterator[None]:
+    """What makes kernels launch where the target is timed, and on the host a bound of its memory."""
+    if target.family is not HOST:
+        yield
+        return
+    with _bounded(target), host.installed():
+        yield
+
+
+def _bounded(target: Target) -> AbstractContextManager[None]:
+    return bounded_memory(torch.device("cpu"), sizes(target.case, target.family)[1])
 
 
 def _times(
@@ -220,12 +259,13 @@ def _times(
 ) -> list[list[float]]:
     """Microseconds of runs of the op with each of `configs`, which take turns: all see the same disturbances."""
     call = partial(target.case.launcher, **arguments)
+    tried = [Trial({target.space.name: config}, target.bucketed) for config in configs]
     measure, samples = (_host_time, samples) if target.family is HOST else (_npu_time, DEVICE_SAMPLES)
     times: list[list[float]] = [[] for _ in configs]
 
     def turn() -> Iterator[float]:
-        for config in configs:
-            with trial({target.space.name: config}, target.bucketed):
+        for one in tried:
+            with active(one):
                 yield measure(call)
 
     list(turn())  # compiles
@@ -257,8 +297,8 @@ def time_in_turn(target: Target, config: Mapping[str, Any], seconds: float) -> V
 
 
 def _in_turn(target: Target, config: dict[str, Any], known: Mapping[str, Any]) -> Verdict:
-    inputs = target.case.build(target.family, device=_device(target))
     with _kernels(target):
+        inputs = target.case.build(target.family, device=_device(target))
         mine, others = _times(target, [config, target.default], inputs.arguments, TURNS)
     ratios = [other / one for one, other in zip(mine, others, strict=True)]
     faster, turns = sum(ratio > 1 for ratio in ratios), len(ratios)
@@ -275,7 +315,7 @@ def _alone(run: Callable[..., Verdict], target: Target, config: Mapping[str, Any
             lambda _, outcome: found.append(outcome), nullcontext())  # fmt: skip
     if found[0].fate != "done":
         return Verdict(dict(config), found[0].fate, found[0].message)
-    return Verdict(**json.loads(found[0].body))
+    return Verdict.from_dict(json.loads(found[0].body))
 
 
 def check_on_host(target: Target, config: Mapping[str, Any], cases: Sequence[Case], seconds: float) -> Verdict:
@@ -298,9 +338,8 @@ def _checked(target: Target, config: dict[str, Any], known: Mapping[str, Any]) -
         offline.record(target.case, target.family)
     if target.space.name not in tried.used:
         return Verdict(config, "unused", f"{target.case} does not use it")
-    inputs = target.case.build(target.family)
-    with acting_as(target.family), host.installed(), trial(configs):
-        target.case.check(inputs, target.family)
+    with _bounded(target), acting_as(target.family), host.installed(), trial(configs):
+        target.case.check(target.case.build(target.family), target.family)
     return Verdict(config, "ok")
 
 

@@ -80,12 +80,12 @@ def family_named(name: str) -> Family:
 
 
 def choose(kernels: Sequence[str], models: Sequence[str], cases: Sequence[str], *, between: bool = False) -> list[Case]:
-    """The registry's cases of these kernels, models and names; without a model, of all but the demo checkpoint.
-    `between` is that of `select`.
+    """The registry's cases of these kernels, models and names; without a model and a name, of all but the demo
+    checkpoint. `between` is that of `select`.
 
     `RegistryError` for what does not exist, listing what does.
     """
-    default = [model.name for model in MODELS.values() if not model.demo]
+    default = None if cases else [model.name for model in MODELS.values() if not model.demo]
     return select(list(kernels) or None, list(models) or default, list(cases) or None, between)
 
 

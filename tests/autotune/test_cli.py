@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +50,12 @@ def tune(*arguments: str) -> Result:
         (["verify", "--family", "host"], "nothing to verify"),
         (["import", "/nowhere/x.json"], "cannot be read"),
         (["export", "/nowhere/x.json"], "cannot be written"),
+        (["export", "/dev/null"], "nothing to export"),
+        (["--family", "a2", "--kernel", "nope"], "hc_mix, "),
+        (["--family", "host", "--kernel", "attend_scores", "--case", "demo/*/c4"], "launches attend_scores on"),
+        (["--family", "a2", "--kernel", "muls_add", "--seconds", "inf"], "inf is no length of time"),
+        (["--family", "a2", "--kernel", "muls_add", "--budget", "inf"], "inf is no length of time"),
+        (["verify", "--seconds", "inf"], "inf is no length of time"),
     ],
 )
 def test_bad_requests_say_what_there_is(arguments: list[str], says: str, folder: Path) -> None:
@@ -76,6 +85,39 @@ def test_a_run_writes_files_and_reports(folder: Path, tmp_path: Path, monkeypatc
 def test_no_time_at_all_leaves_everything_for_later(folder: Path) -> None:
     result = tune("--family", "a2", "--kernel", "muls_add", "--case", "flash/decode/b16", "--budget", "0")
     assert "1 of 1 are left" in result.output and not folder.exists()
+
+
+def test_pictures_need_matplotlib(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    page = tmp_path / "run.html"
+    result = tune("--family", "a2", "--kernel", "muls_add", "--case", "flash/decode/b16", "--html", str(page))
+    assert result.exit_code == 2 and "--html needs matplotlib; pip install matplotlib" in result.output
+
+
+def test_a_broken_file_is_found_before_anything_is_tried(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "try_all", lambda *_, **__: pytest.fail("it began"))
+    file = store.path(folder, "a2", "muls_add")
+    file.parent.mkdir(parents=True)
+    file.write_text("{")
+    result = tune("--family", "a2", "--kernel", "muls_add", "--case", "flash/decode/b16")
+    assert result.exit_code == 2 and f"error: {file}: cannot be read" in result.output
+
+
+def test_a_file_that_breaks_meanwhile_leaves_the_report(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, data = store.path(folder, "a2", "muls_add"), tmp_path / "run.json"
+
+    def breaks(*arguments: Any, **named: Any) -> None:
+        try_all(*arguments, **named)
+        if file.exists():
+            file.write_text("{")
+
+    monkeypatch.setattr(runs, "try_all", breaks)
+    cases = ["--case", "flash/decode/b1", "--case", "flash/decode/b16"]
+    result = tune("--family", "a2", "--kernel", "muls_add", *cases, "--tries", "1", "--json", str(data))
+    assert result.exit_code == 2 and f"error: {file}: cannot be read" in result.output
+    assert "1 of 2 are left" in result.output and len(json.loads(data.read_text())["results"]) == 1
 
 
 def test_an_interrupted_run_reports_and_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,11 +150,18 @@ def test_a_lost_device_leaves_files_and_report_of_what_was_found(
     assert entry.found.case == "muls_add flash/decode/b1"
 
 
-def test_show_says_what_is_outdated_and_what_is_broken(folder: Path) -> None:
+def test_show_says_what_is_outdated_and_what_is_broken(folder: Path, tmp_path: Path) -> None:
     store.write(folder, "a2", "muls_add", [ENTRY])
     result = tune("show", "--family", "a2")
     assert result.exit_code == 0 and "triton-ascend 0.1 ->" in result.output and "BLOCK=1024" in result.output
     assert "a2: no entry for attend_merge, " in result.output and " moe_router, o_proj, " in result.output
+    odd = replace(ENTRY, found=replace(ENTRY.found, case="muls_add [/x]"))
+    file, target = tmp_path / "link.json", tmp_path / "target.json"
+    file.symlink_to(target)
+    store.write(folder, "a2", "muls_add", [odd])
+    result = tune("show", "--family", "a2", "--json", str(file))
+    assert result.exit_code == 0 and "muls_add [/x]" in result.output, "what files say is no markup"
+    assert file.is_symlink() and json.loads(target.read_text())["entries"][0]["kernel"] == "muls_add"
     store.path(folder, "a2", "muls_add").write_text("{")
     result = tune("show", "--family", "a2")
     assert result.exit_code == 1 and "muls_add.json" in result.output
@@ -145,6 +194,23 @@ def test_verify_holds_defaults_to_the_reference_too_what_sizes_share_once(
     assert held == [default, default], "once for Flash, once for Pro"
 
 
+def test_verify_says_what_it_found_before_ctrl_c(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(checked: list[Any], **_: Any) -> Iterator[Any]:
+        yield checked[0][1], Verdict({}, "wrong", "result 0 differs")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shipped, "verify", interrupted)
+    cases = {4096: "muls_add flash/decode/b1", 1 << 18: "muls_add flash/decode/b64"}
+    entries = [
+        replace(ENTRY, key=ENTRY.key | {"elements": elements}, found=replace(ENTRY.found, case=case))
+        for elements, case in cases.items()
+    ]
+    store.write(folder, "a2", "muls_add", entries)
+    result = tune("verify", "--family", "a2", "--kernel", "muls_add")
+    assert result.exit_code == 130 and "result 0 differs" in result.output
+    assert "1 entries checked, 1 problems" in result.output and "1 of 2 are left" in result.output
+
+
 def test_verify_without_a_compiler_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(arch: str) -> None:
         raise tools.ToolMissingError(f"the compiler of {arch} is missing")
@@ -162,7 +228,15 @@ def test_export_and_import(folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
     other = tmp_path / "other"
     assert tune("import", str(carried), "--out", str(other)).exit_code == 0
     assert store.read(store.path(other, "a2", "muls_add"), "a2", "muls_add") == [ENTRY]
-    content = json.loads(carried.read_text())
+    text = carried.read_text()
+    result = tune("export", str(carried), "--family", "a5")
+    assert result.exit_code == 2 and f"no config file of {folder} has an entry" in result.output
+    assert carried.read_text() == text, "an earlier export stays"
+    again = tmp_path / "again.json"
+    again.symlink_to(tmp_path / "elsewhere.json")
+    assert tune("export", str(again), "--from", str(other)).exit_code == 0
+    assert again.is_symlink() and again.read_text() == text
+    content = json.loads(text)
     untouched = tmp_path / "untouched"
     for kernel in ("nope", ["muls_add"]):
         foreign = content | {"entries": [*content["entries"], content["entries"][0] | {"kernel": kernel}]}
@@ -170,3 +244,12 @@ def test_export_and_import(folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
         result = tune("import", str(carried), "--out", str(untouched))
         assert result.exit_code == 2 and f"entries[1].kernel is {kernel!r}" in result.output
         assert not untouched.exists()
+    carried.write_text("[" * 100_000)
+    result = tune("import", str(carried), "--out", str(untouched))
+    assert result.exit_code == 2 and "cannot be read" in result.output
+
+
+def test_as_a_module() -> None:
+    command = [sys.executable, "-m", "dsv4_triton.autotune", "show", "--family", "nope"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "unknown family 'nope'" in done.stdout

@@ -15,11 +15,12 @@ from rich.console import Console
 
 from dsv4_triton.autotune import report, store
 from dsv4_triton.autotune import run as runs
-from dsv4_triton.autotune.run import BusyError, DeviceLostError, Settings
+from dsv4_triton.autotune.run import BusyError, Settings
 from dsv4_triton.autotune.search import OutOfTimeError, named, search, targets
 from dsv4_triton.autotune.space import Space
 from dsv4_triton.autotune.trials import Target, Verdict
 from dsv4_triton.bench.registry import RegistryError, select
+from dsv4_triton.bench.run import DeviceLostError
 from dsv4_triton.device import A2, HOST
 
 CASE = select(kernel="muls_add", model="demo")[0]
@@ -97,6 +98,19 @@ def test_out_of_time_keeps_what_is_known(made: Space) -> None:
         search(target(made), [], evaluate)
 
 
+def test_what_is_on_file_is_tried_with_the_default_whatever_the_limit(made: Space) -> None:
+    rounds: list[list[dict[str, Any]]] = []
+
+    def evaluate(configs: list[dict[str, Any]]) -> list[Verdict]:
+        rounds.append(configs)
+        return [Verdict(c, "ok", "", 100.0 / c["BLOCK"], 1.0) for c in configs]
+
+    own = {"BLOCK": 32, "multibuffer": False}
+    others = [{"BLOCK": 7, "multibuffer": None}, {"TILE": 1}]
+    found = search(target(made), [], evaluate, 1, own=[own, *others])
+    assert rounds == [[found.default.config, own]] and found.ranked()[0].config == own
+
+
 def test_tries_are_limited_with_the_default_first(made: Space) -> None:
     log: list[dict[str, Any]] = []
     seed = {"BLOCK": 24, "multibuffer": False}
@@ -130,8 +144,14 @@ def test_targets_are_named_by_op_or_by_kernel() -> None:
     both = kernels("hc_pre", "hc_mix")
     assert set(both) == {"hc_pre", "hc_mix"} and set(kernels("hc_pre")) <= set(both)
     assert set(kernels()) > {"hc_mix", "muls_add", "rope"}
-    with pytest.raises(RegistryError, match="unknown kernel 'hc_mic'"):
+    with pytest.raises(RegistryError, match=r"unknown kernel 'hc_mic'; did you mean 'hc_mix'\? .* hc_mix, .* muls_add"):
         kernels("hc_mix", "hc_mic")
+
+
+def test_a_case_that_is_named_needs_no_model() -> None:
+    """Not even one of the demo checkpoint, which is left out where nothing is named."""
+    assert [one.case.model for one in named(["muls_add"], [], ["demo/decode/b5"], HOST, lambda *_: None)] == ["demo"]
+    assert {one.case.model for one in named(["muls_add"], [], [], HOST, lambda *_: None)} == {"flash", "pro"}
 
 
 @pytest.fixture
@@ -159,6 +179,54 @@ def fake(monkeypatch: pytest.MonkeyPatch, verdict: Callable[[dict[str, Any]], Ve
 
 def good(config: dict[str, Any]) -> Verdict:
     return Verdict(config, "ok", "", 100.0 / config["BLOCK"], 1.0)
+
+
+def here(space: Space, tokens: int = 1) -> Target:
+    return Target(space, HOST, {"tokens": tokens, "width": 96}, CASE)
+
+
+def on_file(block: int, kind: str = "estimate") -> store.Entry:
+    """An entry of `here` and `target`."""
+    found = store.Found(kind, 3.0, 12.0, str(CASE), "some chip", "2026-01-31")
+    names = {"tokens": 1, "width": 96}
+    return store.Entry(names, {"BLOCK": block, "multibuffer": None}, {"BLOCK": 8, "multibuffer": None}, found)
+
+
+@pytest.mark.parametrize("place", ["shipped", "user", "out"])
+def test_a_short_search_keeps_what_is_on_file(
+    place: str, settings: Settings, made: Space, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result takes its place or hides it."""
+    log = fake(monkeypatch, good)
+    store.write(tmp_path / place, "host", "made", [on_file(24)])
+    short = replace(settings, tries=1, folder=tmp_path / "out" if place == "out" else settings.folder)
+    runs.run([here(made)], short, lambda *_: None)
+    assert [config["BLOCK"] for config in log] == [8, 24]
+    (entry,) = store.read(store.path(short.folder, "host", "made"), "host", "made")
+    assert entry.config == {"BLOCK": 24, "multibuffer": None}
+
+
+def test_time_that_ends_before_what_is_on_file_was_tried_changes_nothing(
+    settings: Settings, made: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = fake(monkeypatch, good)
+    store.write(settings.folder, "host", "made", [on_file(24)])
+    monkeypatch.setattr(runs._Evaluate, "late", property(lambda self: bool(log)))
+    assert runs.run([here(made)], replace(settings, minutes=60.0), lambda *_: None) == [] and len(log) == 1
+    assert store.read(store.path(settings.folder, "host", "made"), "host", "made") == [on_file(24)]
+
+
+@pytest.mark.parametrize("place", ["shipped", "user"])
+def test_an_estimate_does_not_take_the_place_of_what_was_measured(
+    place: str, settings: Settings, made: Space, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake(monkeypatch, good)
+    monkeypatch.setattr(runs, "check_on_host", lambda target, config, *_: Verdict(dict(config), "ok"))
+    file = store.write(tmp_path / place, "a2", "made", [on_file(24, "measured")])
+    (found,) = runs.run([target(made)], Settings(A2, "offline", settings.folder, jobs=1), lambda *_: None)
+    assert found.note == f"made {CASE.name}: the estimate was not written, {file} has it measured"
+    assert store.read(file, "a2", "made") == [on_file(24, "measured")]
+    assert list(tmp_path.rglob("made.json")) == [file]
 
 
 def test_a_run_writes_what_won_and_can_be_resumed(
@@ -201,7 +269,67 @@ def test_the_end_of_the_time_ends_a_round(settings: Settings, made: Space, monke
     monkeypatch.setattr(runs._Evaluate, "late", property(lambda self: len(log) > 3))
     (found,) = runs.run([one], replace(settings, minutes=60.0), lambda *_: None)
     assert len(log) == 4 and len(found.verdicts) == 1, "the default's round was over"
-    assert len(runs.Journal(replace(settings, resume=True)).known) == 4
+    (kept,) = runs.Journal(replace(settings, resume=True)).known.values()
+    assert len(kept) == 4
+
+
+def test_what_is_tried_and_the_time_left_are_told(
+    settings: Settings, made: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake(monkeypatch, good)
+    said: list[str] = []
+    runs.run([here(made)], replace(settings, tries=3, minutes=60.0), lambda done, what, found: said.append(what))
+    assert said[0].startswith(f"made {CASE.name}: default, 1 of this round left, --budget ends in 60.0 min")
+    assert f"made {CASE.name}: BLOCK=16, 1 of this round left, best 12.5 us, --budget ends in 60.0 min" in said
+
+
+def test_a_run_leaves_the_tries_of_other_targets(
+    settings: Settings, made: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = fake(monkeypatch, good)
+    resumed = replace(settings, resume=True)
+    runs.run([here(made, 1), here(made, 2)], settings, lambda *_: None)
+    log.clear()
+    runs.run([here(made, 1)], settings, lambda *_: None)
+    assert len(log) == 8, "its own count no more"
+    log.clear()
+    runs.run([here(made, 1), here(made, 2)], resumed, lambda *_: None)
+    assert not log, "those of the second were there all the time"
+
+
+def test_a_dropped_try_does_not_come_back(settings: Settings, made: Space) -> None:
+    first = runs.Journal(settings)
+    config = {"BLOCK": 8, "multibuffer": None}
+    first.add(here(made, 1), good(config))
+    first.add(here(made, 2), good(config))
+    first.drop(here(made, 1))
+    first.close()
+    again = runs.Journal(settings)
+    again.close()
+    assert again.get(here(made, 1), config) is None and again.get(here(made, 2), config) == good(config)
+
+
+def test_tries_are_those_of_a_case(settings: Settings, made: Space) -> None:
+    """Their time is that of its op: another case of the same key takes another."""
+    journal = runs.Journal(settings)
+    config = {"BLOCK": 8, "multibuffer": None}
+    other = select(kernel="rope", model="demo")[0]
+    journal.add(here(made), good(config))
+    assert journal.get(here(made), config) and journal.get(replace(here(made), case=other), config) is None
+    journal.close()
+
+
+def test_tries_hold_for_one_chip_and_for_sources_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, other = runs._stamp("Ascend910B2"), runs._stamp("Ascend910B3")
+    assert first != other and first == runs._stamp("Ascend910B2")
+    source = tmp_path / "offline" / "counting.py"
+    source.parent.mkdir()
+    monkeypatch.setattr(runs.dsv4_triton, "__file__", str(tmp_path / "__init__.py"))
+    stamps = []
+    for text in ("a = 1", "a = 2"):
+        source.write_text(text)
+        stamps.append(runs._stamp("Ascend910B2"))
+    assert stamps[0] != stamps[1]
 
 
 def test_two_runs_do_not_share_a_journal(settings: Settings, made: Space, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +337,7 @@ def test_two_runs_do_not_share_a_journal(settings: Settings, made: Space, monkey
     first = runs.Journal(settings)
     with pytest.raises(BusyError, match="another process tunes host"):
         runs.run([target(made)], settings, lambda *_: None)
-    first.stream.close()
+    first.close()
     assert runs.run([Target(made, HOST, {"tokens": 1, "width": 96}, CASE)], settings, lambda *_: None)
 
 
@@ -253,17 +381,60 @@ def test_a_default_that_fails_leaves_no_entry(
     assert found.winner is None and not store.path(folder, "host", "made").exists()
 
 
+def npu(monkeypatch: pytest.MonkeyPatch, problem: str) -> None:
+    """An NPU which answers, or has a problem."""
+    monkeypatch.setattr(runs, "npu_name", lambda: "Ascend910B2")
+    monkeypatch.setattr(runs, "device_named", lambda name: name)
+    monkeypatch.setattr(runs, "problem_of", lambda device: problem)
+
+
 def test_a_lost_device_ends_the_run_and_the_next_one_tries_again(
     settings: Settings, made: Space, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, on_npu = target(made), Settings(A2, "device", settings.folder, jobs=1)
-    monkeypatch.setattr(runs, "npu_name", lambda: "Ascend910B2")
+    npu(monkeypatch, "the driver is gone")
     fake(monkeypatch, lambda config: Verdict(config, "crash", "no device"))
-    with pytest.raises(DeviceLostError, match=r"made demo/.* does not run with its default: no device"):
+    says = r"NPU no longer answers: the driver is gone; made demo/.* was tried with default: no device"
+    with pytest.raises(DeviceLostError, match=says):
         runs.run([one], on_npu, lambda *_: None)
     fake(monkeypatch, good)
     (found,) = runs.run([one], replace(on_npu, resume=True), lambda *_: None)
     assert found.gain == 4.0, "what crashed without a device is no finding about the candidate"
+
+
+@pytest.mark.parametrize("fate", ["crash", "time"])
+def test_a_device_that_is_lost_after_the_default_leaves_what_is_on_file(
+    fate: str, settings: Settings, made: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    npu(monkeypatch, "the driver is gone")
+    file = store.write(settings.folder, "a2", "made", [on_file(24, "measured")])
+    fake(monkeypatch, lambda config: good(config) if config["BLOCK"] == 8 else Verdict(config, fate, "no device"))
+    with pytest.raises(DeviceLostError, match="was tried with BLOCK=24: no device"):
+        runs.run([target(made)], Settings(A2, "device", settings.folder, jobs=1), lambda *_: None)
+    assert store.read(file, "a2", "made") == [on_file(24, "measured")]
+
+
+def test_a_device_that_is_lost_while_a_winner_is_timed_again(
+    settings: Settings, made: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    npu(monkeypatch, "the driver is gone")
+    fake(monkeypatch, good)
+    monkeypatch.setattr(runs, "time_in_turn", lambda target, config, _: Verdict(dict(config), "crash", "no device"))
+    with pytest.raises(DeviceLostError, match="was tried with BLOCK=32: no device"):
+        runs.run([target(made)], Settings(A2, "device", settings.folder, jobs=1), lambda *_: None)
+    assert not store.path(settings.folder, "a2", "made").exists()
+
+
+def test_a_default_that_crashes_on_a_device_that_answers_costs_its_kernel_alone(
+    settings: Settings, made: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    npu(monkeypatch, "")
+    log = fake(monkeypatch, lambda config: Verdict(config, "crash", "vector core exception"))
+    on_npu = Settings(A2, "device", settings.folder, jobs=1)
+    both = [target(made), replace(target(made), key={"tokens": 2, "width": 96})]
+    assert [found.winner for found in runs.run(both, on_npu, lambda *_: None)] == [None, None]
+    log.clear()
+    assert len(runs.run(both, replace(on_npu, resume=True), lambda *_: None)) == 2 and not log
 
 
 def test_a_default_that_crashes_on_the_host_costs_its_kernel_alone(

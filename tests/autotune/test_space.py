@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from dsv4_triton.autotune import store
 from dsv4_triton.autotune.search import spaces
 from dsv4_triton.autotune.space import Space, bucket, trial
 from dsv4_triton.autotune.store import ConfigWarning, Entry, Found
-from dsv4_triton.device import A2, A3, FAMILIES, HOST
+from dsv4_triton.device import A2, A3, FAMILIES, HOST, Family
 
 FOUND = Found(
     "estimate", 1.0, 2.0, "muls_add flash/decode/b16", "Ascend910B2", "2026-01-31", {"triton-ascend": "3.2.0"}
@@ -94,16 +97,38 @@ def test_parameters_of_a_smaller_bucket_are_for_a_whole_bucket(folder: Path, mad
         ({"BLOCK": "32", "multibuffer": None}, "has BLOCK '32', expected the kind of 16"),
         ({"BLOCK": None, "multibuffer": None}, "has BLOCK None, expected the kind of 16"),
         ({"BLOCK": True, "multibuffer": None}, "has BLOCK True, expected the kind of 16"),
+        ({"BLOCK": 0, "multibuffer": None}, "has BLOCK 0, expected one of 16, 8, 24, 32"),
+        ({"BLOCK": -1, "multibuffer": None}, "has BLOCK -1, expected one of"),
+        ({"BLOCK": 64, "multibuffer": None}, "has BLOCK 64, expected one of"),
+        ({"BLOCK": 8, "multibuffer": 2}, "has multibuffer 2, expected one of None, False"),
     ],
 )
 def test_outdated_parameters_cost_one_warning(folder: Path, made: Space, config: dict[str, Any], says: str) -> None:
-    """Parameters of other names or types than the kernel has now."""
+    """Parameters of other names or types than the kernel has now, or values that it does not choose from: `fits` of
+    many kernels divides by them."""
     keys = [{"tokens": tokens, "width": 64, "dtype": "bfloat16"} for tokens in (2, 4)]
     file = store.write(folder, "a2", "made", [Entry(key, config, dict.fromkeys(config, 8), FOUND) for key in keys])
     with pytest.warns(ConfigWarning, match=f"{file}: config of .* {says}") as caught:
         assert ask(made, 2) == {"BLOCK": 16, "multibuffer": None}
         assert ask(made, 4) == {"BLOCK": 32, "multibuffer": None}
     assert len(caught) == 1
+
+
+def test_values_are_those_of_the_entrys_own_sizes(folder: Path, made: Space) -> None:
+    """A larger bucket has other candidates, and is served by what was found for the next smaller one all the same."""
+    made.candidates = lambda family, key: {"BLOCK": (8 * key["tokens"],), "multibuffer": (None,)}
+    made.default = lambda family, key: {"BLOCK": 64, "multibuffer": None}
+    store.write(folder, "a2", "made", [entry(16, 2)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ask(made, 2)["BLOCK"] == ask(made, 4)["BLOCK"] == 16 and ask(made, 8)["BLOCK"] == 64
+
+
+def test_an_option_may_be_off_by_its_name(folder: Path, made: Space) -> None:
+    """None leaves it out, and what the compiler then does may be either: both truths can be told."""
+    config = {"BLOCK": 8, "multibuffer": True}
+    store.write(folder, "a2", "made", [replace(entry(8, 2), config=config)])
+    assert ask(made, 2) == config, "the candidates are None and False"
 
 
 def test_answers_that_are_kept_are_bounded(folder: Path, made: Space, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +190,30 @@ def test_a_broken_file_is_never_overwritten(folder: Path) -> None:
     assert file.read_text() == "{"
 
 
+def test_what_is_nested_too_deeply_is_a_broken_file(folder: Path) -> None:
+    file = store.path(folder, "a2", "made")
+    file.parent.mkdir(parents=True)
+    file.write_text("[" * 100_000)
+    with pytest.warns(ConfigWarning, match=f"{file}: cannot be read"):
+        assert store.lookup("a2", "made", {}) is None
+
+
+def _write_some(folder: Path, first: int) -> None:
+    for tokens in range(first, first + 30):
+        store.write(folder, "a2", "made", [entry(32, tokens)])
+
+
+def test_two_processes_lose_nothing_of_each_other(folder: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    both = [context.Process(target=_write_some, args=(folder, first)) for first in (0, 100)]
+    for one in both:
+        one.start()
+    for one in both:
+        one.join()
+    found = store.read(store.path(folder, "a2", "made"), "a2", "made")
+    assert [one.key["tokens"] for one in found] == [*range(30), *range(100, 130)]
+
+
 def test_files_are_sorted_and_merged(folder: Path) -> None:
     store.write(folder, "a2", "made", [entry(32, 4096), entry(32, 64)])
     file = store.write(folder, "a2", "made", [entry(8, 64), entry(16, 128)])
@@ -183,16 +232,37 @@ def test_a_trial(folder: Path, made: Space) -> None:
     assert not tried.used
     with trial({"made": {"BLOCK": 8}}, only={"tokens": 4, "width": 64, "dtype": "bfloat16"}):
         assert ask(made, 2)["BLOCK"] == 16 and ask(made, 3)["BLOCK"] == 8
-    with trial():
+    with trial() as tried:
         assert ask(made, 2)["BLOCK"] == 16, "no file counts"
+        assert made(A2, tokens=2, width=64, dtype=torch.bfloat16) is made(A2, tokens=2, width=64, dtype=torch.bfloat16)
+    assert len(tried.asked) == 1, "an answer is kept: launches that are timed do not wait longer for it than others"
     assert ask(made, 2)["BLOCK"] == 32
 
 
-def test_shipped_files_can_be_used() -> None:
-    """Every file is that of a kernel, and its parameters are those that the kernel has now."""
-    files = list(store.SHIPPED.rglob("*.json"))
-    for file in files:
-        family = file.parent.name
-        assert family in FAMILIES and file.stem in spaces(), file
-        for one in store.read(file, family, file.stem):
-            assert one.found.kind == ("measured" if family == HOST.name else "estimate"), file
+def asked_key(key: dict[str, Any]) -> dict[str, Any]:
+    """The key of a launch for that of an entry, whose dtypes are names."""
+    dtypes = {name: getattr(torch, value, None) for name, value in key.items() if isinstance(value, str)}
+    return key | {name: dtype for name, dtype in dtypes.items() if isinstance(dtype, torch.dtype)}
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
+def test_shipped_files_can_be_used(family: Family) -> None:
+    """Every file is that of a kernel, every entry is what a launch of its sizes gets, without a warning there and at
+    the next larger sizes, and no default was better than what won."""
+    files = list((store.SHIPPED / family.name).glob("*.json"))
+    assert files, "configs are shipped for every family"
+    with store.shipped_only(), warnings.catch_warnings():
+        warnings.simplefilter("error", ConfigWarning)
+        for file in files:
+            assert file.stem in spaces(), file
+            space = spaces()[file.stem]
+            space.forget()
+            for one in store.read(file, family.name, file.stem):
+                assert one.found.kind == ("measured" if family is HOST else "estimate"), file
+                assert one.found.microseconds <= one.found.default_microseconds, (file, one.key)
+                key = asked_key(one.key)
+                if one.config is not None:
+                    assert space(family, **key) == one.config, (file, one.key)
+                for name in space.buckets:
+                    space(family, **key | {name: 2 * key[name]})
+            space.forget()

@@ -13,7 +13,8 @@ import torch
 
 from dsv4_triton.autotune import trials
 from dsv4_triton.autotune.search import asked, check_cases
-from dsv4_triton.autotune.trials import Mode, Target, Verdict, check_on_host, time_in_turn, try_all
+from dsv4_triton.autotune.trials import Mode, Target, Verdict, check_on_host, sizes, time_in_turn, try_all
+from dsv4_triton.bench import run as bench_run
 from dsv4_triton.bench.registry import select
 from dsv4_triton.device import A2, HOST, Family
 from dsv4_triton.kernels import muls_add
@@ -40,6 +41,31 @@ def test_offline_tries_are_compiled_and_counted() -> None:
     assert fits.ok and 0 < fits.microseconds < 10 and fits.limit and len(fits.parts) == 1
     assert overflows.fate in ("memory", "compile") and overflows.message
     assert fallback.fate == "fallback"
+
+
+def test_tries_on_a_device_pass_the_gates_of_the_compile_first() -> None:
+    """No device is needed to find out that it would run with a fallback."""
+    overflows, fallback = verdicts(target(A2), [BLOCK | {"BLOCK": 1 << 17}, BLOCK | {"BLOCK": 16384}], "device")
+    assert overflows.fate in ("memory", "compile") and fallback.fate == "fallback"
+
+
+def test_a_try_takes_no_more_memory_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def large(*_: Any, **__: Any) -> torch.Tensor:
+        return torch.empty(3 << 30, dtype=torch.uint8)
+
+    one = target(HOST, "demo/decode/b5")
+    monkeypatch.setattr(muls_add, "muls_add", large)
+    monkeypatch.setattr(bench_run, "free_bytes", lambda device: 2 << 30)
+    verdict = verdicts(one, [BLOCK], "device")[0]
+    assert verdict.fate == "memory" and "allocate" in verdict.message
+
+
+def test_what_is_never_written_needs_no_memory() -> None:
+    """Of experts that nobody chose there are addresses alone, far more than a machine has."""
+    case = select(kernel="moe_experts", case="pro/decode/b1")[0]
+    written, addresses = sizes(case, A2)
+    tensors = case.build(A2, fill=False).tensors.values()
+    assert addresses > 20 * written and written + addresses == sum(t.numel() * t.itemsize for t in tensors)
 
 
 def test_what_is_known_is_not_counted_again() -> None:
