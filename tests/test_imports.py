@@ -31,7 +31,7 @@ ALLOWED = {
     "demo": {"console", "demo"},
     "offline": BASE | {"compiler", "bench", "offline"},
     "autotune": BASE | {"console", "compiler", "parameters", "kernels", "bench", "offline", "autotune"},
-    "doctor": {"console", "device", "compiler"},
+    "doctor": {"console", "device", "compiler", "backend"},
     "console": set(),
     "cli_bench_serve": {"console", "bench", "demo"},
     "cli_bench": {"console", "parameters", "cli_bench_serve", "compiler", "bench", "demo", "offline", *BASE},

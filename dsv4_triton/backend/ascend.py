@@ -6,6 +6,7 @@ and the kernels. `ascend_contract` says what is relied on. No module of vllm-asc
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ import torch
 from dsv4_triton.backend import ascend_contract, graphs
 from dsv4_triton.backend.geometry import Pages
 from dsv4_triton.config import ConfigError, ModelSettings
-from dsv4_triton.options import Options, check_block_size, resolve_geometry
 
 WORKER_CLASS = "dsv4_triton.backend.worker_ascend.AscendWorker"
 FOREIGN = {
@@ -41,9 +41,12 @@ def check(vllm_config: Any) -> None:
 
     The block size becomes one that both have page tables for, since vllm-ascend silently takes 32 for any other,
     graphs those of decode steps, and the worker vllm-ascend's with this project's warm-up. The mode of compilation
-    stays, since vllm-ascend makes graphs of drafts in vLLM's only; of this model vLLM compiles nothing in any.
-    ConfigError for what cannot be served there.
+    stays, since vllm-ascend makes graphs of drafts in vLLM's only; of this model vLLM compiles nothing in any. Later
+    processes are spawned, unless another way is asked for, since this one has asked for the chip's name.
+    ConfigError for what cannot be served there; UnsupportedDeviceError for another chip.
     """
+    from dsv4_triton.backend.serving import Serving
+
     if not active():
         return
     additional = vllm_config.additional_config or {}
@@ -64,8 +67,8 @@ def check(vllm_config: Any) -> None:
             f"config.json: no layer has compress ratio {' or '.join(map(str, missing))}; vllm-ascend plans caches for "
             f"checkpoints with layers of ratio 4 and of ratio 128"
         )
-    geometry = resolve_geometry(Options.of(additional), inside_ascend=True)
-    cache.block_size = check_block_size(geometry, cache.block_size if cache.user_specified_block_size else None)
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    cache.block_size = Serving.of(vllm_config).layout.block_size
     if not vllm_config.model_config.enforce_eager:
         graphs.settle(vllm_config.compilation_config)
         graphs.check(vllm_config.compilation_config.cudagraph_mode)

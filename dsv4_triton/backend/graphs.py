@@ -3,12 +3,36 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from dsv4_triton.config import ConfigError
 
 TASK_QUEUE = "TRITON_ENABLE_TASKQUEUE"
 """triton-ascend's switch for launches through torch_npu's task queue; without it each launch ends in a wait."""
+
+
+class Switch(NamedTuple):
+    """An environment variable, which of its values end a capture, and why."""
+
+    name: str
+    ends_capture: Callable[[str], bool]
+    reason: str
+
+
+SWITCHES = (
+    Switch(
+        TASK_QUEUE,
+        lambda value: value.lower() not in ("true", "1"),
+        "triton-ascend then waits for every kernel, which no graph can capture",
+    ),
+    Switch("TASK_QUEUE_ENABLE", lambda value: value == "2", "torch_npu captures no graph at that level of its queue"),
+    Switch(
+        "ASCEND_LAUNCH_BLOCKING",
+        lambda value: value == "1",
+        "torch_npu then waits for every operator, which no graph can capture",
+    ),
+)
 
 
 def settle(compilation: Any) -> None:
@@ -30,8 +54,7 @@ def check(mode: Any) -> None:
             f"cudagraph_mode of --compilation-config is {mode.name}: decode steps are captured whole, prefills are "
             f"not; it takes FULL_DECODE_ONLY or NONE"
         )
-    if os.environ.get(TASK_QUEUE, "true").lower() not in ("true", "1"):
-        raise ConfigError(
-            f"{TASK_QUEUE} is {os.environ[TASK_QUEUE]}: triton-ascend then waits for every kernel, which no graph can "
-            f"capture; unset it or say --enforce-eager"
-        )
+    for switch in SWITCHES:
+        value = os.environ.get(switch.name)
+        if value is not None and switch.ends_capture(value):
+            raise ConfigError(f"{switch.name} is {value}: {switch.reason}; unset it or say --enforce-eager")

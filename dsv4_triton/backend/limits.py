@@ -263,7 +263,7 @@ def check_draft(hf_config: Any) -> None:
 def check(vllm_config: VllmConfig) -> None:
     """ConfigError for a checkpoint or an option that cannot be served, as far as that shows without a device;
     UpstreamChangedError for a vLLM that lacks what the plugin hooks into."""
-    installation.check(_read(vllm_config, "device_config.device_type"))
+    installation.check(_read(vllm_config, "device_config.device_type"), inside_ascend=ascend.active())
     check_hooks()
     for part in (*LIMITS, *EXTRAS):
         part.check(vllm_config)

@@ -122,13 +122,19 @@ class NpuPlatform(Platform):
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
-        """Nothing is compiled by torch, and decode steps are graphs. ConfigError for graphs that cannot be captured, in
-        place of which vLLM would make none a little later."""
+        """Nothing is compiled by torch, and decode steps are graphs. ConfigError for a mode that compiles, or for
+        graphs that cannot be captured, in place of which vLLM would make none a little later."""
         from vllm.config import CompilationMode
 
-        vllm_config.compilation_config.mode = CompilationMode.NONE
-        graphs.settle(vllm_config.compilation_config)
-        graphs.check(vllm_config.compilation_config.cudagraph_mode)
+        compilation = vllm_config.compilation_config
+        graphs.settle(compilation)
+        graphs.check(compilation.cudagraph_mode)
+        if compilation.mode not in (None, CompilationMode.NONE):  # None where the user gave none, until after this
+            raise ConfigError(
+                f"mode of --compilation-config is {compilation.mode.name}: torch compiles nothing of DeepSeek-V4 on an "
+                f"NPU; it takes NONE"
+            )
+        compilation.mode = CompilationMode.NONE
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:

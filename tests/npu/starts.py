@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -55,32 +56,70 @@ def show(*parts: Results) -> None:
     print(json.dumps(dict(chain(*parts))), flush=True)
 
 
-CASES: dict[str, dict[str, Any]] = {
-    "default": {},
+BEYOND_A2: dict[str, dict[str, Any]] = {
     "e4m3 keys": ours(index_format="e4m3"),
     "mxfp8 projection": ours(o_proj_format="mxfp8"),
     "another family": ours(device_family="a5"),
     "the host": ours(device_family="host"),
+    "threads of the host": ours(host_threads=4),
     "fp8 cache": {"kv_cache_dtype": "fp8"},
+}
+"""What an A2 cannot honour."""
+CASES: dict[str, dict[str, Any]] = {
+    "default": {},
+    **BEYOND_A2,
     "piecewise graphs": {"compilation_config": {"cudagraph_mode": "PIECEWISE"}},
+    "mode none": {"compilation_config": {"mode": 0}},
+    "mode 3": {"compilation_config": {"mode": 3}},
     "sleep mode": {"enable_sleep_mode": True},
 }
+ENVIRONMENTS = {
+    "another chip": {"SIMNPU_SOC": "Ascend310P3"},
+    "no task queue": {"TRITON_ENABLE_TASKQUEUE": "0"},
+    "task queue of two levels": {"TASK_QUEUE_ENABLE": "2"},
+    "blocking launches": {"ASCEND_LAUNCH_BLOCKING": "1"},
+    "second runner": {"VLLM_USE_V2_MODEL_RUNNER": "1"},
+}
+"""Machines and shells that are not as they should be."""
+
+
+REFUSED = {
+    "e4m3 keys": "index_format is 'e4m3', which family 'a2' has no instructions for",
+    "mxfp8 projection": "o_proj_format is 'mxfp8', but family 'a2' has no fp8",
+    "another family": "device_family is 'a5' on a device of family 'a2'",
+    "the host": "device_family is 'host' on a device of family 'a2'",
+    "threads of the host": "host_threads is 4, but no kernel of family 'a2' runs on the host; it takes \"auto\"",
+    "fp8 cache": "--kv-cache-dtype is 'fp8', but family 'a2' .* has no fp8",
+    "another chip": r"chip 'Ascend310P3' is not supported; supported are Ascend910B\* \(a2\)",
+    "no task queue": "TRITON_ENABLE_TASKQUEUE is 0: .*--enforce-eager",
+    "task queue of two levels": "TASK_QUEUE_ENABLE is 2: torch_npu captures no graph .*--enforce-eager",
+    "blocking launches": "ASCEND_LAUNCH_BLOCKING is 1: .*--enforce-eager",
+    "second runner": "VLLM_USE_V2_MODEL_RUNNER is 1",
+}
+"""On the own platform and inside vllm-ascend alike."""
+
+
+def check_refused(results: dict[str, Any], refused: dict[str, str]) -> None:
+    """The results of these cases are messages that say this."""
+    for name, says in refused.items():
+        assert isinstance(results[name], str) and re.search(says, results[name], re.DOTALL), (name, results[name])
 
 
 def environments(checkpoint: str) -> Results:
-    """Of machines that are not as they should be."""
-    from dsv4_triton.backend.graphs import TASK_QUEUE
-    from dsv4_triton.backend.platform_npu import NpuPlatform
     from dsv4_triton.device import _npu_family
 
-    for name, variables in {
-        "another chip": {"SIMNPU_SOC": "Ascend310P3"},
-        "no task queue": {TASK_QUEUE: "0"},
-        "second runner": {"VLLM_USE_V2_MODEL_RUNNER": "1"},
-    }.items():
+    for name, variables in ENVIRONMENTS.items():
         _npu_family.cache_clear()
         with patch.dict(os.environ, variables):
             yield name, message_of(start, checkpoint)
+    _npu_family.cache_clear()
+    with patch.dict(os.environ, ENVIRONMENTS["task queue of two levels"] | ENVIRONMENTS["blocking launches"]):
+        yield "no graphs", message_of(start, checkpoint, enforce_eager=True)
+
+
+def no_torch_npu() -> Results:
+    from dsv4_triton.backend.platform_npu import NpuPlatform
+
     with patch.dict(sys.modules, {"torch_npu": None}):
         yield "torch_npu does not load", message_of(NpuPlatform)
 
@@ -94,4 +133,4 @@ def no_model() -> Results:
 
 if __name__ == "__main__":
     checkpoint = json.loads(sys.argv[1])["checkpoint"]
-    show(starts(checkpoint, CASES), environments(checkpoint), no_model())
+    show(starts(checkpoint, CASES), environments(checkpoint), no_torch_npu(), no_model())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -23,6 +22,7 @@ from dsv4_triton.config import ConfigError
 from tests import simnpu
 from tests.model import engine
 from tests.npu.conftest import CHIPS, LIMITS, Serve, serve
+from tests.npu.starts import REFUSED, check_refused
 from tests.npu.test_serving import GRAPHS, check_graphs, check_same, drafts
 
 FAKE_ASCEND = simnpu.ROOT / "tests" / "fake_vllm_ascend"
@@ -107,7 +107,8 @@ def test_starts(simulated_npu: Path, checkpoint: Callable[[str], Path]) -> None:
         "It was made for, and has served on a simulated NPU inside, vllm-ascend main of 22 August 2026 "
         "\\(commit 182b75ea\\) with vLLM 0.27.1"
     )
-    for name, says in {
+    assert found["no graphs"] == [128, WORKER_CLASS]
+    inside = {
         "blocks of 256": "--block-size is 256, .*geometry 'vllm-ascend' has no page tables",
         "fine": "geometry is 'fine', but vllm-ascend plans the caches here",
         "context parallel": "enable_dsa_cp of --additional-config is set: .*leave it out",
@@ -129,8 +130,8 @@ def test_starts(simulated_npu: Path, checkpoint: Callable[[str], Path]) -> None:
         "other calls": f"AscendDSAMetadataBuilder.build takes .self, common_attn.*no .*build_for_drafting.*{known}",
         "other shape": rf"gives a cache of \(5, 32, 1, 512\) the shape \(2, 5, 32, 1, 512\).*{known}",
         "other drafter": f"its drafter object has no build_draft_attn_metadata.*{known}",
-    }.items():
-        assert re.search(says, found[name], re.DOTALL), (name, found[name])
+    }
+    check_refused(found, REFUSED | inside)
     assert found["kept"] is None and found["idle"] == [True, False]
 
 

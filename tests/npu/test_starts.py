@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -12,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from dsv4_triton.backend.plugin import PLATFORM_VARIABLE, conflict_message
+from dsv4_triton import doctor
+from dsv4_triton.backend.plugin import PLATFORM_VARIABLE
 from tests import simnpu
 from tests.model import engine
 from tests.npu.conftest import CHIPS, serve
+from tests.npu.starts import REFUSED, check_refused
 from tests.npu.test_ascend import FAKE_ASCEND
 
 
@@ -32,22 +33,16 @@ def on_a2(library: Path) -> dict[str, str]:
 
 def test_starts(simulated_npu: Path, checkpoint: Callable[[str], Path]) -> None:
     results = serve(on_a2(simulated_npu), "tests.npu.starts", checkpoint=str(checkpoint("float32")))
-    assert results["default"] == [256, "dsv4_triton.backend.worker_npu.NpuWorker"]
+    for name in ("default", "mode none", "no graphs"):
+        assert results[name] == [256, "dsv4_triton.backend.worker_npu.NpuWorker"], name
     assert results["no model"] == "auto"
-    for name, says in {
-        "e4m3 keys": "index_format is 'e4m3', which family 'a2' has no instructions for",
-        "mxfp8 projection": "o_proj_format is 'mxfp8', but family 'a2' has no fp8",
-        "another family": "device_family is 'a5' on a device of family 'a2'",
-        "the host": "device_family is 'host' on a device of family 'a2'",
-        "fp8 cache": "--kv-cache-dtype is 'fp8', but family 'a2' .* has no fp8",
+    own = {
         "piecewise graphs": "cudagraph_mode .* is PIECEWISE: .* FULL_DECODE_ONLY or NONE",
+        "mode 3": "mode of --compilation-config is VLLM_COMPILE: .*; it takes NONE",
         "sleep mode": "Sleep mode is not supported",
-        "another chip": r"chip 'Ascend310P3' is not supported; supported are Ascend910B\* \(a2\)",
-        "no task queue": "TRITON_ENABLE_TASKQUEUE is 0: .*--enforce-eager",
-        "second runner": "VLLM_USE_V2_MODEL_RUNNER is 1",
         "torch_npu does not load": "torch_npu is installed but does not load: .*CANN.*doctor",
-    }.items():
-        assert isinstance(results[name], str) and re.search(says, results[name], re.DOTALL), (name, results[name])
+    }
+    check_refused(results, REFUSED | own)
 
 
 SERVE = ("-m", "vllm.entrypoints.cli.main", "serve", "/no/such/checkpoint")
@@ -65,8 +60,63 @@ def test_two_platforms(simulated_npu: Path) -> None:
     environment = {**on_a2(simulated_npu), PLATFORM_VARIABLE: "npu"}
     environment["PYTHONPATH"] = os.pathsep.join([str(FAKE_ASCEND), environment["PYTHONPATH"]])
     found = run(environment, *SERVE)
-    assert found.returncode == 1 and found.stderr == f"{conflict_message('ascend')}\n"
-    assert "two platforms are active, ascend and torch_npu alone" in doctors(environment, "_setting()")
+    says = (
+        "DSV4_TRITON_PLATFORM=npu asks for the platform of dsv4_triton, but platform plugin 'ascend' claims this "
+        "machine, too, and vLLM takes one only"
+    )
+    do = "set VLLM_PLUGINS=dsv4_triton to leave the other out, or unset DSV4_TRITON_PLATFORM to serve inside it"
+    assert found.returncode == 1 and found.stderr == f"{says}: {do}\n"
+    assert doctors(environment, "_setting()") == f"{doctor.Check('setting', 'fail', says, do)}\n"
+
+
+def test_platform_that_there_is_not() -> None:
+    """The variable names none, or one for which torch_npu is missing: start and doctor say the same."""
+    for asked, says, do in (
+        ("NPU", "DSV4_TRITON_PLATFORM is NPU", "it takes npu or cpu; unset it to let what is installed decide"),
+        (
+            "npu",
+            "DSV4_TRITON_PLATFORM is npu, but torch_npu is not installed",
+            "install torch-npu or unset DSV4_TRITON_PLATFORM",
+        ),
+    ):
+        environment = {**os.environ, **engine.ENVIRONMENT, PLATFORM_VARIABLE: asked}
+        found = run(environment, *SERVE)
+        assert found.returncode == 1 and found.stderr == f"{says}: {do}\n"
+        assert doctors(environment, "_setting()") == f"{doctor.Check('setting', 'fail', says, do)}\n"
+    assert f"(None, {doctor.Check('device', 'fail', says, do)})" in doctors(environment, "_device()")
+
+
+@pytest.fixture
+def broken_ascend(simulated_npu: Path, tmp_path: Path) -> dict[str, str]:
+    """The environment of a process that has a vllm-ascend which does not import, and vLLM without a platform."""
+    package, metadata = tmp_path / "vllm_ascend", tmp_path / "vllm_ascend-0.20.0.dist-info"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('cannot import name X from vllm')\n")
+    shutil.copytree(next(FAKE_ASCEND.glob("*.dist-info")), metadata)
+    empty = tmp_path / "vllm-0.27.1+empty.dist-info"
+    empty.mkdir()
+    (empty / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.27.1+empty\n")
+    environment = on_a2(simulated_npu)
+    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), environment["PYTHONPATH"]])
+    return environment
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({}, "its platform plugin fails with ImportError: cannot import name X from vllm"),
+        ({"VLLM_PLUGINS": "dsv4_triton"}, "VLLM_PLUGINS leaves 'ascend' out"),
+    ],
+    ids=["does not import", "left out"],
+)
+def test_a_vllm_ascend_that_serves_nothing(broken_ascend: dict[str, str], variables: dict[str, str], says: str) -> None:
+    """Where vLLM has no other platform, the reason ends the start."""
+    found = run({**broken_ascend, **variables}, *SERVE)
+    reason = f"no platform serves this machine: vllm-ascend is installed, but {says}"
+    do = "install one that fits this vLLM and leave it in VLLM_PLUGINS, or set DSV4_TRITON_PLATFORM=npu"
+    assert found.returncode == 1 and found.stderr.splitlines()[-1] == f"{reason}: {do}", found.stderr[-4000:]
+    line = doctors({**broken_ascend, **variables}, "_setting()")
+    assert line == f"{doctor.Check('setting', 'fail', reason, do)}\n"
 
 
 LIBRARY = "libhccl.so: cannot open shared object file: No such file or directory"
