@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from dsv4_triton.backend import graphs, installation
+from dsv4_triton.backend import graphs, installation, upstream_triton
 from dsv4_triton.backend.op import OP_NAME
 from dsv4_triton.backend.plugin import ARCHITECTURE
 from dsv4_triton.config import ConfigError
@@ -47,7 +47,7 @@ class NpuPlatform(Platform):
 
     def __init__(self) -> None:
         """ConfigError where torch_npu does not load. vLLM makes one platform in every process, before anything that it
-        imports asks for torch_npu, and also where torch has been told not to load it."""
+        imports asks for torch_npu or for Triton, and also where torch has been told not to load it."""
         try:
             import torch_npu  # noqa: F401
         except Exception as error:  # of the loader, of torch, or of CANN's Python modules
@@ -56,6 +56,7 @@ class NpuPlatform(Platform):
                 f"torch_npu is installed but does not load: {error}; is CANN in this shell (source its set_env.sh)? "
                 f"`dsv4-triton doctor` says what is missing"
             ) from error
+        upstream_triton.complete()
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
@@ -98,10 +99,6 @@ class NpuPlatform(Platform):
     @classmethod
     def is_pin_memory_available(cls) -> bool:
         return True
-
-    @classmethod
-    def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
-        """`limits` has refused the dtypes that the kernels do not take."""
 
     @classmethod
     def support_hybrid_kv_cache(cls) -> bool:

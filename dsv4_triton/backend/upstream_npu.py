@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dsv4_triton.backend import upstream_kernels
+from dsv4_triton.backend import upstream_kernels, upstream_triton
 from dsv4_triton.backend.compat import existing
 from dsv4_triton.backend.upstream_kernels import PageZeroer
 
@@ -97,6 +97,13 @@ def use_npu() -> None:
         replace(owner, "bind_kv_cache", _bind_kv_cache)
     replace("vllm.v1.worker.gpu_worker", "kernel_warmup", _no_warm_up)
     replace("vllm.utils.torch_utils", "weak_ref_tensor", _weak_ref_tensor)
+    # vLLM's own remembers the stream that torch.cuda.set_stream was last given, and otherwise the first that it saw.
+    for owner in ("vllm.utils.torch_utils", "vllm.compilation.cuda_graph"):
+        replace(owner, "current_stream", module.current_stream)
+    monitor = "vllm.utils.jit_monitor"
+    tell = existing(import_module(monitor), monitor, "_log_triton_jit_compile")
+    replace(monitor, "_setup_triton_jit_hook", partial(upstream_triton.watch_compilation, tell))
+    replace(monitor, "_setup_triton_autotuning_print", upstream_triton.print_tuning)
 
 
 def _event(*, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:

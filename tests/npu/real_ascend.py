@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch_npu
+from triton.backends import backends
 
 from dsv4_triton.backend.upstream_npu import Launches
 from dsv4_triton.device import A2, A5, family_of
@@ -74,6 +75,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.T
 
 
 def install() -> None:
+    backends["ascend"].driver.is_active = classmethod(lambda cls: False)  # it needs triton-ascend 3.2.2
     absent_from(torch_npu)
     absent_from(torch.npu)
     chip, number = CHIPS[family_of("npu")]

@@ -11,7 +11,8 @@ comes out wrong.
 What it is not: at most one piece of work runs at a time, and what a stream does is never seen half done; numbers are
 those of a CPU; graphs keep all their intermediate tensors instead of sharing a pool.
 
-`fake_torch_npu/` has the Python side, which a process gets with `environment()`. Settings, as environment variables:
+`fake_torch_npu/` has the Python side, which a process gets with `environment()`, and metadata that call vLLM a build
+without a device of its own, as it is on an NPU machine. Settings, as environment variables:
 SIMNPU_LIBRARY (what `build` made), SIMNPU_SOC (chip, default Ascend910B2), SIMNPU_DEVICES (default 1),
 SIMNPU_MEMORY_MB (of each device, default 4096), SIMNPU_FILL (byte of new memory, default 255: NaN, -1), SIMNPU_LATE
 (default: work is done when it is given; `side`: work on other streams than the default one waits; `default`: the

@@ -178,6 +178,23 @@ def test_replay_with_new_inputs(graph: torch.npu.NPUGraph) -> None:
     assert (torch.npu.NPUGraph.captures, torch.npu.NPUGraph.replays) == (before[0] + 1, before[1] + 2)
 
 
+def test_captures_are_not_on_the_default_stream(graph: torch.npu.NPUGraph) -> None:
+    """Where no stream is given, all are on one."""
+    usual, side, x = torch.npu.default_stream(), torch.npu.Stream(), torch.ones(4, device=NPU)
+    for refused in (graph.capture_begin, torch.npu.graph(graph, stream=usual).__enter__):
+        with pytest.raises(RuntimeError, match="must be captured on a non-default stream"):
+            refused()
+        assert torch.npu.current_stream() == usual and not torch.npu.is_current_stream_capturing()
+    used = []
+    for given in (None, None, side):
+        with torch.npu.graph(graph, stream=given):
+            used.append(torch.npu.current_stream())
+            y = x + 1
+        graph.replay()
+        assert torch.npu.current_stream() == usual and y.tolist() == [2] * 4
+    assert used[0] == used[1] != usual and used[2] == side != used[0]
+
+
 X = torch.ones(4)
 FORBIDDEN: dict[str, Callable[[torch.Tensor], object]] = {
     "a value": lambda x: x.sum().item(),

@@ -24,17 +24,25 @@ def _is_new(kernel: Any, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
 
 
 def install() -> None:
-    """Launch kernels on tensors of "npu" on the current stream; while a graph is captured they wait for its replays."""
+    """Launch kernels on tensors of "npu" on the current stream; while a graph is captured they wait for its replays.
+
+    triton-ascend's driver says that it is active, as it does where CANN's compiler is, so that vLLM uses Triton. Only
+    this project's kernels are launched: others, such as vLLM's for GPUs, are refused.
+    """
+    from triton.backends import backends
     from triton.runtime.jit import JITFunction
 
     from dsv4_triton.compiler import host
 
     host.install()
+    backends["ascend"].driver.is_active = classmethod(lambda cls: True)
     launch = JITFunction.run
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **named: Any) -> Any:
         from torch_npu import npu
 
+        if kernel.__module__.partition(".")[0] != "dsv4_triton":
+            raise RuntimeError(f"kernel {kernel.__name__} was launched, which is of {kernel.__module__}")
         args = tuple(_on_host(kernel, value) for value in args)
         named = {name: _on_host(kernel, value) for name, value in named.items()}
         if torch.ops.simnpu.capturing() and _is_new(kernel, args, named):

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import os
 import traceback
@@ -223,6 +224,8 @@ class NPUGraph:
         self._work: list[int] = []
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        if current_stream() == default_stream():
+            raise RuntimeError("NPU graphs must be captured on a non-default stream.")  # as torch_npu
         self._forget()
         _ops.graph_begin(self._graph)
         NPUGraph.capturing = self
@@ -256,6 +259,11 @@ class NPUGraph:
         return (0, self._graph)
 
 
+@functools.cache
+def _capture_stream() -> Stream:
+    return Stream()
+
+
 @contextlib.contextmanager
 def graph(
     npu_graph: NPUGraph,
@@ -264,9 +272,10 @@ def graph(
     auto_dispatch_capture: bool = False,
     capture_error_mode: str = "global",
 ) -> Iterator[None]:
+    """On `stream`, otherwise on one that all captures share."""
     synchronize()
     empty_cache()
-    with globals()["stream"](stream):
+    with globals()["stream"](stream or _capture_stream()):
         npu_graph.capture_begin(pool, capture_error_mode)
         try:
             yield
