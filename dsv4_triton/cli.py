@@ -12,7 +12,21 @@ from rich.console import Console
 from dsv4_triton import __version__
 from dsv4_triton.autotune.cli import app as tune_app
 from dsv4_triton.cli_bench import app as bench_app
-from dsv4_triton.console import Commands, print_error, print_line, progress_bar, refuse_unwritable, table_console
+from dsv4_triton.console import (
+    CaseNames,
+    Commands,
+    File,
+    JsonFile,
+    Names,
+    Ops,
+    print_error,
+    print_line,
+    progress_bar,
+    refuse_unwritable,
+    reported,
+    table_console,
+    write_files,
+)
 
 if TYPE_CHECKING:
     from dsv4_triton.demo.checkpoint import DemoSettings
@@ -55,10 +69,7 @@ def main(
 
 @app.command()
 def doctor(
-    json: Annotated[
-        Optional[Path],  # noqa: UP045  typer evaluates the annotation, on Python 3.10 too
-        typer.Option(metavar="FILE", help="Write the report to FILE as JSON too."),
-    ] = None,
+    json: JsonFile = None,
 ) -> None:
     """Say what is installed, which device family this is, and what is missing for serving.
 
@@ -70,12 +81,8 @@ def doctor(
     with console.status("looking at packages, compilers and devices"):
         report = doctor_module.examine()
     doctor_module.render(report, console)
-    if json is not None:
-        try:
-            json.write_text(report.as_json())
-        except OSError as error:
-            print_error(console, error)
-            raise typer.Exit(2) from None
+    with reported(console):
+        write_files((json, report.as_json()))
     raise typer.Exit(0 if report.can_serve else 1)
 
 
@@ -181,18 +188,11 @@ def compile_kernels(
         Optional[str],  # noqa: UP045  typer evaluates the annotation, on Python 3.10 too
         typer.Option(help="a2, a3 or a5. With --report also none, for all three."),
     ] = None,
-    kernel: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Option(metavar="OP", help="An op of the registry; may be given several times. Without it: all."),
-    ] = None,
+    kernel: Ops = None,
     model: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Option(help="flash, pro or demo; may be given several times. Without it: flash and pro."),
+        Names, typer.Option(help="flash, pro or demo; may be given several times. Without it: flash and pro.")
     ] = None,
-    case: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Option(metavar="NAME", help="A case or a pattern such as '*/decode/b64*'; may be given several times."),
-    ] = None,
+    case: CaseNames = None,
     jobs: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option(min=1, metavar="N", help="Compiles at once. Default: the CPUs."),
@@ -202,15 +202,14 @@ def compile_kernels(
         bool, typer.Option("--strict", help="Fail for what is merely slow, too: notes, element loops, idle cores.")
     ] = False,
     json: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(metavar="FILE", help="Write everything that is known to FILE as JSON; needs --family."),
+        File, typer.Option(metavar="FILE", help="Write everything that is known to FILE as JSON; needs --family.")
     ] = None,
     report: Annotated[
-        Optional[Path],  # noqa: UP045
+        File,
         typer.Option(metavar="FILE", help="Count every case too, and write the static report to FILE as Markdown."),
     ] = None,
     against: Annotated[
-        Optional[Path],  # noqa: UP045
+        File,
         typer.Option(metavar="FILE", help="With --report: fail where a case is worse than in this earlier report."),
     ] = None,
 ) -> None:
@@ -222,7 +221,6 @@ def compile_kernels(
     """
     from dsv4_triton import offline
     from dsv4_triton.autotune import store
-    from dsv4_triton.bench.registry import RegistryError
     from dsv4_triton.compiler.ascend.tools import ToolMissingError
     from dsv4_triton.offline import report as reports
 
@@ -233,20 +231,20 @@ def compile_kernels(
         if given:
             raise typer.BadParameter(f"needs {needs}", param_hint=option)
     console = table_console()
-    try:
+    with reported(console, ToolMissingError, reports.ReportError):
         families = offline.families() if family is None else [offline.family_named(family)]
         cases = offline.choose(kernel or (), model or (), case or ())
         refuse_unwritable((json, report))
         earlier = None if against is None else reports.parse(against.read_text())
-        good, found = True, []
+        good, found, content, page = True, [], "", ""
         with store.shipped_only() if report is not None else nullcontext():
             for chosen in families:
                 with progress_bar(console) as progress:
                     compiled = offline.compile_cases(cases, chosen, jobs=jobs, seconds=seconds, progress=progress)
                     if report is not None:
                         found += reports.lines(compiled, chosen, jobs=jobs, progress=progress)
-                if json is not None:
-                    json.write_text(offline.as_json(compiled, chosen))
+                if json is not None:  # which is for one family
+                    content = offline.as_json(compiled, chosen)
                 if report is None:
                     console.print(offline.table(compiled, chosen))
                 print_line(console, offline.summary(compiled, chosen))
@@ -256,13 +254,11 @@ def compile_kernels(
             if report is not None:
                 with console.status("counting the launches of decoder layers"):
                     launches = reports.launch_table(chosen.name for chosen in families)
-                report.write_text(reports.markdown(found, launches))
+                page = reports.markdown(found, launches)
         problems = [] if earlier is None else reports.regressions(found, earlier)
-    except (ValueError, ToolMissingError, RegistryError, OSError, reports.ReportError) as error:
-        print_error(console, error)
-        raise typer.Exit(2) from None
-    for problem in problems:
-        print_error(console, problem, "worse")
+        for problem in problems:
+            print_error(console, problem, "worse")
+        write_files((json, content), (report, page))
     raise typer.Exit(0 if good and not problems else 1)
 
 

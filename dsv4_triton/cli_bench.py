@@ -349,11 +349,11 @@ def metadata(
 def host_figures(json: JsonFile = None) -> None:
     """The host driver's own figures: native kernels, a launch and cold builds, each beside its goal."""
     console = quiet_console()
-    with _reported(console):
-        refuse_unwritable((json,))
-        from dsv4_triton.bench.host_figures import as_dict, measure, report
-        from dsv4_triton.bench.results import recorded
+    from dsv4_triton.bench.host_figures import FigureError, as_dict, measure, report
+    from dsv4_triton.bench.results import recorded
 
+    with reported(console, FigureError):
+        refuse_unwritable((json,))
         rows, launch = measure()
         print_line(console, report(rows, launch))
         write_files((json, recorded(as_dict(rows, launch))))

@@ -181,14 +181,6 @@ def ended_like_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGTERM, usual)
 
 
-def count(number: int) -> str:
-    """Three digits and a prefix; "" for none."""
-    for scale, prefix in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
-        if number >= scale:
-            return f"{number / scale:.3g} {prefix}"
-    return str(number or "")
-
-
 @contextmanager
 def progress_bar(console: Console) -> Iterator[Progress]:
     """A bar while it works, on terminals."""

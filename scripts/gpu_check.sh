@@ -5,8 +5,8 @@
 #   scripts/gpu_check.sh --collect-only   list the tests that would run; needs no GPU
 #   scripts/gpu_check.sh --compile 90     compile the same kernels for a compute capability; needs no GPU
 #
-# Needs Python with torch (CUDA), triton >= 3.6 (not triton-ascend), numpy, pytest, rich, safetensors and typer, and no network
-# and no vLLM; PYTHON names the interpreter. A GPU of compute capability 8.9 or newer, for fp8. Kernels that use what
+# Needs Python with torch (CUDA), triton >= 3.6 (not triton-ascend), numpy, pytest, rich, safetensors and typer, and no
+# network and no vLLM; PYTHON names the interpreter. A GPU of compute capability 8.9 or newer, for fp8. Kernels that use what
 # only triton-ascend has are left out: docs/benchmarks.md lists them. OUT is where the figures go.
 set -euo pipefail
 
@@ -22,7 +22,7 @@ mode=${1:-run}
 import sys
 
 try:
-    import numpy, pytest, rich, torch, triton, typer
+    import numpy, pytest, rich, safetensors, torch, triton, typer
 except ImportError as error:
     sys.exit(f"gpu_check: {error}")
 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):

@@ -13,17 +13,24 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
+from dsv4_triton.bench.measure import alternate, host_clock
+
 INTERPRETER_GOAL = 100.0
 TORCH_GOAL = 2.0
 LAUNCH_GOAL_US = 80.0
 BUILD_GOAL_S = 1.0
+SECONDS = 1.0
+"""How long a kernel and PyTorch take turns."""
+
+
+class FigureError(RuntimeError):
+    """A kernel's result is wrong, or there is nothing to compare its time with."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """Milliseconds of one case and the cold build's seconds."""
+    """Milliseconds of one case, medians beside PyTorch, and the cold build's seconds."""
 
     name: str
     native_ms: float
@@ -90,23 +97,11 @@ def cases() -> list[Case]:
     ]  # fmt: skip
 
 
-def _milliseconds(call: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    call()
-    return (time.perf_counter() - begin) * 1e3
-
-
-def _alternate(first: Callable[[], Any], second: Callable[[], Any], rounds: int = 40) -> tuple[float, float]:
-    """The best times of two calls that take turns."""
-    times = [(_milliseconds(first), _milliseconds(second)) for _ in range(rounds)]
-    return min(t[0] for t in times), min(t[1] for t in times)
-
-
 def _check(case: Case) -> None:
     expected = case.reference()
     error = (case.output.float() - expected.float()).abs().max().item()
     if not error <= case.tolerance:
-        raise RuntimeError(f"{case.name}: differs from PyTorch by {error:g}, allowed {case.tolerance:g}; no figures")
+        raise FigureError(f"{case.name}: differs from PyTorch by {error:g}, allowed {case.tolerance:g}; no figures")
 
 
 def _one_program(case: Case) -> float:
@@ -114,7 +109,7 @@ def _one_program(case: Case) -> float:
     turn.
     """
     one = tuple(1 for _ in case.grid)
-    return min(_milliseconds(lambda: case.run(one)) for _ in range(2))
+    return 1e3 * min(host_clock(lambda: case.run(one)) for _ in range(2))
 
 
 def _interpreter_times() -> dict[str, float]:
@@ -123,7 +118,7 @@ def _interpreter_times() -> dict[str, float]:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     if result.returncode != 0:
-        raise RuntimeError(f"Triton's interpreter failed:\n{result.stderr[-2000:]}")
+        raise FigureError(f"Triton's interpreter failed:\n{result.stderr[-2000:]}")
     return dict(json.loads(result.stdout.splitlines()[-1]))
 
 
@@ -138,11 +133,11 @@ def launch_microseconds() -> float:
             kernels.add[(1,)](x, x, x, 0, B=16)
 
     burst()
-    return min(_milliseconds(burst) for _ in range(5))
+    return 1e3 * min(host_clock(burst) for _ in range(5))
 
 
 def measure() -> tuple[list[Row], float]:
-    """All rows, and the microseconds of a launch. Raises `RuntimeError` when a result is wrong."""
+    """All rows, and the microseconds of a launch. `FigureError` when a result is wrong."""
     from dsv4_triton.compiler import host
     from dsv4_triton.compiler.host import runtime
 
@@ -157,9 +152,10 @@ def measure() -> tuple[list[Row], float]:
         try:
             launch = launch_microseconds()
             for case in cases():
-                build = _milliseconds(case.launch) / 1e3
+                build = host_clock(case.launch)
                 _check(case)
-                native, reference = _alternate(case.launch, case.reference)
+                times = alternate({"native": case.launch, "torch": case.reference}, SECONDS)
+                native, reference = (1e3 * times[name].median for name in ("native", "torch"))
                 rows.append(Row(case.name, native, reference, interpreter[case.name], build))
         finally:
             torch.set_num_threads(threads)

@@ -116,9 +116,13 @@ def lookup_seconds(calls: int = 10000) -> float:
 def run(repeat: int, console: Console) -> dict[str, Any]:
     """Print the planning time of a decode step at 1, 64 and 256 sequences, `repeat` timed steps for each, and the time
     of a look-up of launch parameters."""
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with host.installed():
-        figures = [measure(batch, repeat) for batch in (1, 64, 256)]
+    try:
+        with host.installed():
+            figures = [measure(batch, repeat) for batch in (1, 64, 256)]
+    finally:
+        torch.set_num_threads(threads)
     table = Table(title=f"planning a decode step, {len(CACHES)} caches, context up to {CONTEXT}")
     for column in ("sequences", "planner, us", "PyTorch references, us", "ratio"):
         table.add_column(column, justify="right")

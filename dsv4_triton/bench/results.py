@@ -24,7 +24,6 @@ from dsv4_triton.bench.baselines import INTERPRETER
 from dsv4_triton.bench.measure import Machine, Times
 from dsv4_triton.bench.registry.case import EAGER
 from dsv4_triton.bench.run import OURS, Figure
-from dsv4_triton.console import count
 from dsv4_triton.device import family_of
 
 SCHEMA = 1
@@ -204,6 +203,14 @@ def readable(seconds: float) -> str:
     """Three digits and a unit."""
     scale, unit = next((step for step in _SCALE if seconds >= step[0]), _SCALE[-1])
     return f"{seconds / scale:.3g} {unit}"
+
+
+def count(number: int) -> str:
+    """Three digits and a prefix; "" for none."""
+    for scale, prefix in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if number >= scale:
+            return f"{number / scale:.3g} {prefix}"
+    return str(number or "")
 
 
 def headline(results: Results) -> str:

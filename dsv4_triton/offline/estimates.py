@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from dsv4_triton.bench.registry import Case, Minimum
+from dsv4_triton.bench.results import count
 from dsv4_triton.compiler.cost.estimate import minimum_seconds
-from dsv4_triton.console import count
 from dsv4_triton.device import Family
 from dsv4_triton.offline import Compiled, compile_cases
 from dsv4_triton.offline.counting import counted, problems_of

@@ -15,7 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from dsv4_triton.bench import measure, results, run
+from dsv4_triton.bench import host_figures, measure, results, run
 from dsv4_triton.bench.baselines import Interpreter, UnavailableError, implementation
 from dsv4_triton.bench.measure import Machine, Times, alternate
 from dsv4_triton.bench.registry import Case, Minimum, select
@@ -141,6 +141,12 @@ def test_times_and_roofline() -> None:
     assert MACHINE.seconds(Minimum(1, 10**11, torch.float32)) == pytest.approx(1.0)
     # bf16 products are slower here than fp32 ones: the job can be done at the faster rate.
     assert MACHINE.seconds(Minimum(1, 10**11, torch.bfloat16)) == pytest.approx(1.0)
+
+
+def test_counts() -> None:
+    assert [results.count(n) for n in (0, 7, 999, 1000, 65536, 10**6, 41_943_040, 10**12)] == [
+        "", "7", "999", "1 k", "65.5 k", "1 M", "41.9 M", "1e+03 G"
+    ]  # fmt: skip
 
 
 def test_slow_products_do_not_hold_up_a_run() -> None:
@@ -366,6 +372,43 @@ def test_a_baseline_file_of_something_else(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(ResultsError, match="is not a file of `bench --json`"):
             Results.read(file)
+
+
+def test_metadata_is_timed(tmp_path: Path) -> None:
+    file, threads = tmp_path / "m.json", torch.get_num_threads()
+    result = bench("metadata", "--repeat", "2", "--json", str(file))
+    assert result.exit_code == 0 and "planning a decode step" in result.output, result.output
+    content = json.loads(file.read_text())
+    assert [one["sequences"] for one in content["steps"]] == [1, 64, 256]
+    assert all(one["planner_s"] > 0 and one["reference_s"] > 0 for one in content["steps"]) and content["lookup_s"] > 0
+    assert torch.get_num_threads() == threads, "it is timed with one thread, and leaves as many as it found"
+    where = content["environment"]
+    assert where["chip"] and where["commit"] and where["versions"]["torch"] == torch.__version__
+
+
+def test_figures_of_the_host_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "f.json"
+    found = [host_figures.Row("matmul", 1.0, 2.0, 300.0, 0.5)], 10.0
+    monkeypatch.setattr(host_figures, "measure", lambda: found)
+    result = bench("host-figures", "--json", str(file))
+    assert result.exit_code == 0 and "MISSED" not in result.output and "0.50        300" in result.output
+    content = json.loads(file.read_text())
+    assert content["launch_us"] == 10.0 and content["environment"]["commit"]
+
+    def wrong() -> Any:
+        raise host_figures.FigureError("matmul: differs from PyTorch by 1")
+
+    monkeypatch.setattr(host_figures, "measure", wrong)
+    result = bench("host-figures")
+    assert (result.exit_code, result.output) == (2, "error: matmul: differs from PyTorch by 1\n")
+
+
+def test_launches_say_where_they_were_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("dsv4_triton.bench.launches.layer_launches", lambda **_: [])
+    file = tmp_path / "l.json"
+    assert bench("launches", "--json", str(file)).exit_code == 0
+    content = json.loads(file.read_text())
+    assert (content["family"], content["environment"]["family"]) == ("a2", "host") and content["environment"]["commit"]
 
 
 def test_the_interpreter_has_a_limit() -> None:

@@ -66,3 +66,12 @@ def test_the_script_refuses_what_it_cannot_use() -> None:
         [ROOT / "scripts" / "gpu_check.sh"], capture_output=True, text=True, env=environment, timeout=120
     )
     assert run.returncode == 1 and "3.6 or newer is needed" in run.stderr and not run.stdout
+
+
+def test_the_script_looks_for_all_that_it_needs(tmp_path: Path) -> None:
+    (tmp_path / "safetensors.py").write_text("raise ImportError('safetensors is not here')")
+    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)}
+    run = subprocess.run(
+        [ROOT / "scripts" / "gpu_check.sh"], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert run.returncode == 1 and run.stderr == "gpu_check: safetensors is not here\n"

@@ -85,7 +85,6 @@ def test_minimum_counts_real_traffic(family: Family) -> None:
         least = case.minimum(family)
         assert least.bytes > 0 and least.macs >= 0, str(case)
         assert (least.macs > 0) == (least.operands is not None), str(case)
-        assert (least.bytes, least.macs) == (case.minimal_bytes(family), case.minimal_macs(family))
         assert case.baselines[0] == EAGER
 
 

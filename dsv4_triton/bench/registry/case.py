@@ -204,12 +204,6 @@ class Case:
     def minimum(self, family: Family) -> Minimum:
         return self.entry.minimum(self.job(family))
 
-    def minimal_bytes(self, family: Family) -> int:
-        return self.minimum(family).bytes
-
-    def minimal_macs(self, family: Family) -> int:
-        return self.minimum(family).macs
-
     @property
     def baselines(self) -> tuple[str, ...]:
         return (EAGER, *self.entry.baselines)
