@@ -8,8 +8,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 
 from tests import simnpu
 from tests.model import engine
@@ -61,8 +63,17 @@ def on_npu(simulated_npu: Path, checkpoint: Callable[[str], Path]) -> Serve:
 
 @pytest.fixture(scope="session")
 def on_cpu(checkpoint: Callable[[str], Path]) -> Serve:
-    """The same on the CPU platform, in this process, acting as the family; each set of cases is served once."""
+    """The same on the CPU platform, in this process, acting as the family; each set of cases is served once.
+
+    Linear layers take torch's matrix products, as on an NPU, instead of vLLM's for CPUs, which round differently: bf16
+    answers could not be compared otherwise.
+    """
+    from vllm.model_executor.layers import utils
+
     from tests.npu.serve import run
+
+    def torch_products(layer: torch.nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
 
     known: dict[str, dict[str, Any]] = {}
 
@@ -71,7 +82,8 @@ def on_cpu(checkpoint: Callable[[str], Path]) -> Serve:
         if key not in known:
             extra = {"dsv4_triton": {"device_family": family}}
             options = {"dtype": dtype, **LIMITS, "additional_config": extra, **options}
-            known[key] = run(str(checkpoint(dtype)), options, cases)
+            with patch.object(utils, "dispatch_cpu_unquantized_gemm", torch_products):
+                known[key] = run(str(checkpoint(dtype)), options, cases)
         return known[key]
 
     return call

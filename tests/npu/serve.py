@@ -2,9 +2,9 @@
 
 The argument has `checkpoint`, `options` of the engine and the names of `cases` (below); the result has the answers of
 each case as [tokens, log-probabilities, tokens from the prefix cache], whether steps are scheduled `ahead` of the one
-that is computed, and of every rank how many graphs it captured and replayed, and bytes of its device's memory:
-`planned` for all but the caches, where vLLM planned it, `caches`, and the most that was allocated in the `start` and in
-the `steps` after it.
+that is computed, and of every rank how many graphs it captured and replayed, how many pages of new blocks it `zeroed`,
+and bytes of its device's memory: `planned` for all but the caches, where vLLM planned it, `caches`, and the most that
+was allocated in the `start` and in the `steps` after it.
 """
 
 from __future__ import annotations
@@ -82,6 +82,18 @@ def preempted(llm: Any) -> Answers:
     return found
 
 
+def sampled(llm: Any) -> list[list[int]]:
+    """The tokens of `plain`, drawn among one token, by top-k or by top-p: the same ones."""
+    from vllm import SamplingParams
+
+    choices: list[dict[str, Any]] = [{"top_k": 1}, {"top_p": 1e-6}]
+    parameters = [
+        SamplingParams(max_tokens=TOKENS, ignore_eos=True, **choices[index % 2]) for index in range(len(PROMPTS))
+    ]
+    outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], parameters, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
 def drafted(llm: Any) -> list[list[int]]:
     """The drafts of all steps of `plain`, request by request; answers are the same whatever is drafted."""
     drafter = engine.runner(llm).drafter
@@ -114,14 +126,22 @@ def starved(llm: Any) -> Answers:
 
 
 CASES: dict[str, Callable[[Any], Any]] = {
-    case.__name__: case for case in (plain, chunked, full, prefix, crowd, preempted, drafted, starved)
+    case.__name__: case for case in (plain, chunked, full, prefix, crowd, preempted, sampled, drafted, starved)
 }
 
 
 def after_start(worker: Any) -> dict[str, int]:
-    """Memory of a rank's device; the count of the most that is allocated starts again."""
+    """Memory of a rank's device; the counts of the most that is allocated and of zeroed pages start again."""
     from dsv4_triton.backend.caches import CacheLayer
+    from dsv4_triton.backend.upstream_kernels import PageZeroer
 
+    usual, worker.zeroed = PageZeroer.zero_block_ids, 0
+
+    def counted(zeroer: Any, block_ids: list[int]) -> None:
+        worker.zeroed += len(block_ids) * len(zeroer._caches)
+        usual(zeroer, block_ids)
+
+    PageZeroer.zero_block_ids = counted  # type: ignore[method-assign]
     found = {"start": torch.npu.max_memory_allocated(worker.device)}
     layers = worker.vllm_config.compilation_config.static_forward_context.values()
     storages = [layer.rows.untyped_storage() for layer in layers if isinstance(layer, CacheLayer)]
@@ -135,7 +155,7 @@ def after_start(worker: Any) -> dict[str, int]:
 def after_steps(worker: Any) -> dict[str, int]:
     graphs = torch.npu.NPUGraph
     steps = torch.npu.max_memory_allocated(worker.device)
-    return {"steps": steps, "captures": graphs.captures, "replays": graphs.replays}
+    return {"steps": steps, "captures": graphs.captures, "replays": graphs.replays, "zeroed": worker.zeroed}
 
 
 def run(checkpoint: str, options: dict[str, Any], cases: list[str]) -> dict[str, Any]:

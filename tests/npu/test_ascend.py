@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -219,6 +220,17 @@ def test_idle_steps_look_like_others(name: str, monkeypatch: pytest.MonkeyPatch,
             assert found.slots.tolist() == found.step.positions.tolist() == [-1] * 3 and found.step.max_seq_len == 64
 
 
-def test_graphs_of_drafts_renew_nothing() -> None:
-    """vllm-ascend asks the attention backend's implementation to renew them."""
-    TritonDsaBackend.get_impl_cls().update_graph_params(None, None, 8, None, draft_attn_metadatas=[])
+def test_graphs_of_drafts_renew_nothing(plans: DraftPlans) -> None:
+    """vllm-ascend asks the attention backend's implementation to renew what a graph of drafts reads, in the order of
+    its own arguments: what was planned stays, and neither the stream nor a config is used."""
+    planned = plans.plan(batch([21, 9], [20, 8], [[5, 6], [7, 0]]), 1)
+    tensors = [*vars(planned.step).values(), *vars(planned).values()]
+    tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    before = [tensor.clone() for tensor in tensors]
+    stream, context, config, drafts = MagicMock(), MagicMock(), MagicMock(), MagicMock()
+    metadata = {"mtp.layers.4.attn.window": planned}
+    renew = TritonDsaBackend.get_impl_cls().update_graph_params
+    assert renew(stream, context, 8, config, drafts, draft_attn_metadatas=[metadata]) is None
+    assert len(tensors) >= 6 and all(map(torch.equal, tensors, before))
+    assert metadata == {"mtp.layers.4.attn.window": planned}
+    assert not any(given.mock_calls for given in (stream, context, config, drafts))
