@@ -190,7 +190,8 @@ def compile_kernels(
     ] = None,
     kernel: Ops = None,
     model: Annotated[
-        Names, typer.Option(help="flash, pro or demo; may be given several times. Without it: flash and pro.")
+        Names,
+        typer.Option(help="flash, pro or demo; may be given several times. Without it and --case: flash and pro."),
     ] = None,
     case: CaseNames = None,
     jobs: Annotated[

@@ -7,6 +7,8 @@ import json
 import pkgutil
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 from dsv4_triton import kernels, offline
@@ -127,9 +129,31 @@ def named(
         found = targets(offline.choose(of_ops, models, cases, between=True), family, progress)
     if alone:
         there = {target.name for target in found}
-        others = targets(offline.choose((), models, cases, between=True), family, progress, alone)
+        reaching = [op for op in ops() if alone & launched(op)]
+        others = targets(offline.choose(reaching, models, cases, between=True), family, progress, alone)
         found += [target for target in others if target.name not in there]
     return found
+
+
+@cache
+def launched(op: str) -> frozenset[str]:
+    """The spaces that an op can ask: those declared in its module, and in the modules that it has functions of."""
+    declared: dict[str, set[str]] = {}
+    for name, space in spaces().items():
+        declared.setdefault(space.default.__module__, set()).add(name)
+    found: set[str] = set()
+    waiting, seen = [f"{kernels.__name__}.{op}"], set[str]()
+    while waiting:
+        module = waiting.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        found |= declared.get(module, set())
+        for value in vars(importlib.import_module(module)).values():
+            used = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+            if isinstance(used, str) and used.startswith(f"{kernels.__name__}."):
+                waiting.append(used)
+    return frozenset(found)
 
 
 def asked(case: Case, family: Family) -> list[Any]:

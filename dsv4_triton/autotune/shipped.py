@@ -69,7 +69,8 @@ def lines(families: Iterable[str], kernels: Sequence[str] = ()) -> tuple[list[Li
 
 
 def targets_of(found: Iterable[Line]) -> tuple[list[tuple[Target, Line]], list[tuple[Line, str]]]:
-    """The target of each entry by the case it was found with; and the entries that nothing asks for any more."""
+    """The target of each entry by the case it was found with; and the entries that nothing asks for any more, or that
+    a launch leaves out."""
     targets, lost = [], []
     asking: dict[tuple[str, str], list[Asked]] = {}
     cases = {str(case): case for case in all_cases()}
@@ -86,10 +87,15 @@ def targets_of(found: Iterable[Line]) -> tuple[list[tuple[Target, Line]], list[t
             for space, _, key in asking[at]
             if space.name == line.kernel and space.bucketed(key) == line.entry.key
         ]
-        if matching:
-            targets.append((matching[0], line))
-        else:
+        if not matching:
             lost.append((line, f"{case} does not ask {line.kernel} for this key"))
+            continue
+        target, config = matching[0], line.entry.config
+        problem = target.space.unlike(family, target.key, config) if config else ""
+        if problem:
+            lost.append((line, f"it {problem}"))
+        else:
+            targets.append((target, line))
     return targets, lost
 
 

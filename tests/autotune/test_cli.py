@@ -168,10 +168,19 @@ def test_show_says_what_is_outdated_and_what_is_broken(folder: Path, tmp_path: P
 
 
 def test_verify_fails_for_what_no_longer_works(folder: Path) -> None:
-    config = {"BLOCK": 1 << 17, "multibuffer": None}
+    config = {"BLOCK": 16384, "multibuffer": None}
+    found = replace(ENTRY.found, case="muls_add flash/decode/b16")
+    key = ENTRY.key | {"elements": 1 << 16}
+    store.write(folder, "a2", "muls_add", [Entry(key, config, ENTRY.default, found)])
+    result = tune("verify", "--family", "a2", "--kernel", "muls_add")
+    assert result.exit_code == 1 and "fallback: " in result.output and "1 problems" in result.output
+
+
+def test_verify_fails_for_what_no_launch_takes(folder: Path) -> None:
+    config = {"BLOCK": 4096 + 1024, "multibuffer": None}
     store.write(folder, "a2", "muls_add", [Entry(ENTRY.key, config, ENTRY.default, ENTRY.found)])
     result = tune("verify", "--family", "a2", "--kernel", "muls_add")
-    assert result.exit_code == 1 and "1 problems" in result.output
+    assert result.exit_code == 1 and "it has BLOCK 5120, expected one of" in result.output
 
 
 def test_verify_holds_defaults_to_the_reference_too_what_sizes_share_once(

@@ -16,12 +16,12 @@ from rich.console import Console
 from dsv4_triton.autotune import report, store
 from dsv4_triton.autotune import run as runs
 from dsv4_triton.autotune.run import BusyError, Settings
-from dsv4_triton.autotune.search import OutOfTimeError, named, search, targets
+from dsv4_triton.autotune.search import OutOfTimeError, asked, launched, named, search, targets
 from dsv4_triton.autotune.space import Space
 from dsv4_triton.autotune.trials import Target, Verdict
-from dsv4_triton.bench.registry import RegistryError, select
+from dsv4_triton.bench.registry import RegistryError, ops, select
 from dsv4_triton.bench.run import DeviceLostError
-from dsv4_triton.device import A2, HOST
+from dsv4_triton.device import A2, HOST, Family
 
 CASE = select(kernel="muls_add", model="demo")[0]
 
@@ -146,6 +146,17 @@ def test_targets_are_named_by_op_or_by_kernel() -> None:
     assert set(kernels()) > {"hc_mix", "muls_add", "rope"}
     with pytest.raises(RegistryError, match=r"unknown kernel 'hc_mic'; did you mean 'hc_mix'\? .* hc_mix, .* muls_add"):
         kernels("hc_mix", "hc_mic")
+
+
+@pytest.mark.parametrize("family", [A2, HOST], ids=lambda family: family.name)
+def test_a_kernel_is_looked_for_in_the_ops_that_can_launch_it_alone(family: Family) -> None:
+    for case in select(model="demo"):
+        if case.runs_on(family):
+            assert {one.space.name for one in asked(case, family)} <= launched(case.op), case
+    assert [op for op in ops() if "o_proj_quantise" in launched(op)] == ["o_proj"]
+    said: list[str] = []
+    named(["o_proj_quantise"], ["demo"], [], family, lambda done, total, what: said.append(what))
+    assert said and all(what.startswith("asking o_proj ") for what in said)
 
 
 def test_a_case_that_is_named_needs_no_model() -> None:
