@@ -88,14 +88,11 @@ def test_platform_that_there_is_not() -> None:
 
 @pytest.fixture
 def broken_ascend(simulated_npu: Path, tmp_path: Path) -> dict[str, str]:
-    """The environment of a process that has a vllm-ascend which does not import, and vLLM without a platform."""
+    """The environment of a process that has the simulated NPU, and a vllm-ascend which does not import."""
     package, metadata = tmp_path / "vllm_ascend", tmp_path / "vllm_ascend-0.20.0.dist-info"
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError('cannot import name X from vllm')\n")
     shutil.copytree(next(FAKE_ASCEND.glob("*.dist-info")), metadata)
-    empty = tmp_path / "vllm-0.27.1+empty.dist-info"
-    empty.mkdir()
-    (empty / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.27.1+empty\n")
     environment = on_a2(simulated_npu)
     environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), environment["PYTHONPATH"]])
     return environment
