@@ -104,15 +104,20 @@ class Results:
     @classmethod
     def read(cls, file: Path) -> Results:
         """The results of an earlier run; `ResultsError` for another file, OSError for none."""
+        figures: list[Figure] = []
+        at = ""
         try:
             content = json.loads(file.read_text())
             if (content["schema"], content["kind"]) != (SCHEMA, "measured"):
                 raise KeyError("schema")
-            figures = [Figure.from_dict(figure) for figure in content["figures"]]
+            for number, figure in enumerate(content["figures"]):
+                at = f"figures[{number}]: "
+                figures.append(Figure.from_dict(figure))
+            at = ""
             where = {name: content[name] for name in ("device", "family", "chip", "threads", "versions", "commit")}
             found = cls(where, Machine(**content["machine"]), figures, content["ended"])
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ResultsError(f"{file} is not a file of `bench --json`: {type(error).__name__}: {error}") from None
+            raise ResultsError(f"{file} is not a file of `bench --json`: {at}{type(error).__name__}: {error}") from None
         for number, figure in enumerate(figures):
             if wrong := _wrong(figure):
                 raise ResultsError(f"{file} is not a file of `bench --json`: figures[{number}].{wrong}")
