@@ -7,7 +7,9 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from json import dumps
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
@@ -182,19 +184,31 @@ def ended_like_ctrl_c() -> Iterator[None]:
 
 
 @contextmanager
-def progress_bar(console: Console) -> Iterator[Progress]:
-    """A bar while it works, on terminals."""
+def progress_bar(console: Console, seconds: float = inf) -> Iterator[Progress]:
+    """A bar while it works, on terminals. The time left is by the work that is done, or that of `seconds` where those end
+    first."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
         Progress,
+        ProgressColumn,
         SpinnerColumn,
         TextColumn,
         TimeElapsedColumn,
-        TimeRemainingColumn,
     )
+    from rich.text import Text
 
-    times = TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
+    end = time.monotonic() + seconds
+
+    class Left(ProgressColumn):
+        max_refresh = 0.5
+
+        def render(self, task: Any) -> Text:
+            work = inf if task.time_remaining is None else task.time_remaining
+            left = min(work, max(0.0, end - time.monotonic()))
+            return Text("-:--:--" if left == inf else str(timedelta(seconds=int(left))), "progress.remaining")
+
+    times = TimeElapsedColumn(), TextColumn("left"), Left()
     columns = SpinnerColumn(), BarColumn(), MofNCompleteColumn(), *times, TextColumn("{task.description}")
     with Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
         task = bar.add_task("")

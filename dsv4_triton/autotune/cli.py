@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Optional, cast
 
@@ -178,7 +178,7 @@ def tune(
                 f"no case that was asked for launches {', '.join(kernel or ['a kernel'])} on {chosen.title}"
             )
         refuse_broken_files(wanted, settings)
-        with progress_bar(console) as progress:
+        with progress_bar(console, inf if budget is None else budget * 60) as progress:
 
             def say(done: int, what: str, found: Found | None) -> None:
                 progress(done, len(wanted), what)

@@ -25,6 +25,7 @@ from dsv4_triton.bench.run import DeviceLostError, DeviceMissingError, device_na
 from dsv4_triton.compiler.ascend.jobs import Outcome, run_all
 from dsv4_triton.compiler.cache import directory
 from dsv4_triton.device import FAMILIES, HOST, Family
+from dsv4_triton.offline.report import rounded
 
 PACKAGES = ("dsv4-triton", "triton-ascend", "ascendnpu-ir", "llvmlite", "torch", "torch_npu")
 _FAILURES = 3
@@ -265,12 +266,9 @@ class _Evaluate:
         return self.settings.jobs if self.settings.timed == "offline" else 1
 
     def words(self, config: Mapping[str, Any], left: int) -> str:
-        """What is being tried, what was the best so far, and how long there is for it."""
+        """What is being tried, and what was the best so far."""
         tried = f"{self.target}: {difference(config, self.target.default)}, {left} of this round left"
-        best = f", best {self.best:.4g} us" if isfinite(self.best) else ""
-        if self.end is None:
-            return tried + best
-        return f"{tried}{best}, --budget ends in {max(0.0, self.end - time.monotonic()) / 60:.1f} min"
+        return f"{tried}, best {self.best:.4g} us" if isfinite(self.best) else tried
 
     @property
     def late(self) -> bool:
@@ -362,14 +360,10 @@ def _write(found: Found, settings: Settings) -> None:
         config=None if winner is found.default else winner.config,
         default=target.default,
         found=store.Found(
-            kind=settings.kind, microseconds=_rounded(winner.microseconds),
-            default_microseconds=_rounded(found.default.microseconds if found.default.ok else winner.microseconds),
+            kind=settings.kind, microseconds=rounded(winner.microseconds),
+            default_microseconds=rounded(found.default.microseconds if found.default.ok else winner.microseconds),
             case=str(target.case), chip=chip(target.family, settings.timed), date=date.today().isoformat(),
             versions=versions(),
         ),
     )  # fmt: skip
     store.write(settings.folder, target.family.name, target.space.name, [entry])
-
-
-def _rounded(number: float) -> float:
-    return float(f"{number:.4g}")

@@ -99,11 +99,12 @@ def _line(case: Case, group: Sequence[Compiled], family: Family) -> Line:
     public = f"{peer.microseconds:.4g} {peer.name}" + (f", without {peer.less}" if peer.less else "") if peer else ""
     return Line(
         family.name, case.op, case.name, status, len(group), shares["UB"], shares["L1"], shares["L0C"],
-        _rounded(total * 1e6), _rounded(least * 1e6), _rounded(total / least if least else 0.0), limit, public,
+        rounded(total * 1e6), rounded(least * 1e6), rounded(total / least if least else 0.0), limit, public,
     )  # fmt: skip
 
 
-def _rounded(number: float) -> float:
+def rounded(number: float) -> float:
+    """Four digits, as files keep numbers."""
     return float(f"{number:.4g}")
 
 

@@ -7,10 +7,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from io import StringIO
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from dsv4_triton.autotune import run as runs
@@ -19,6 +22,7 @@ from dsv4_triton.autotune.store import Entry, Found
 from dsv4_triton.autotune.trials import Target, Verdict, try_all
 from dsv4_triton.cli import app
 from dsv4_triton.compiler.ascend import tools
+from dsv4_triton.console import progress_bar
 
 ENTRY = Entry(
     {"elements": 4096, "x": "float32", "y": "bfloat16"},
@@ -118,6 +122,16 @@ def test_a_file_that_breaks_meanwhile_leaves_the_report(
     result = tune("--family", "a2", "--kernel", "muls_add", *cases, "--tries", "1", "--json", str(data))
     assert result.exit_code == 2 and f"error: {file}: cannot be read" in result.output
     assert "1 of 2 are left" in result.output and len(json.loads(data.read_text())["results"]) == 1
+
+
+@pytest.mark.parametrize(("seconds", "left"), [(inf, "left -:--:--"), (90.5, "left 0:01:30")])
+def test_the_time_left_is_no_longer_than_the_budget(seconds: float, left: str) -> None:
+    """Before anything is done nobody knows how long the work takes."""
+    stream = StringIO()
+    console = Console(file=stream, force_terminal=True, width=200, color_system=None)
+    with progress_bar(console, seconds) as progress:
+        progress(0, 8, "muls_add flash/decode/b16: BLOCK=1024")
+    assert left in stream.getvalue() and "BLOCK=1024" in stream.getvalue()
 
 
 def test_an_interrupted_run_reports_and_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,6 +255,7 @@ def test_export_and_import(folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
     result = tune("export", str(carried), "--family", "a5")
     assert result.exit_code == 2 and f"no config file of {folder} has an entry" in result.output
     assert carried.read_text() == text, "an earlier export stays"
+    store.path(folder, "a2", "muls_add").unlink()
     again = tmp_path / "again.json"
     again.symlink_to(tmp_path / "elsewhere.json")
     assert tune("export", str(again), "--from", str(other)).exit_code == 0
