@@ -185,8 +185,8 @@ def ended_like_ctrl_c() -> Iterator[None]:
 
 @contextmanager
 def progress_bar(console: Console, seconds: float = inf) -> Iterator[Progress]:
-    """A bar while it works, on terminals. The time left is by the work that is done, or that of `seconds` where those end
-    first."""
+    """A bar while it works, on terminals. The time left is by the work that is done, or that of `seconds` where those
+    end first."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
