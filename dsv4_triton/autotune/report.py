@@ -15,6 +15,7 @@ from typing import Any
 from dsv4_triton.autotune.run import Settings, chip, versions
 from dsv4_triton.autotune.search import Found, spaces_of
 from dsv4_triton.autotune.trials import difference
+from dsv4_triton.bench.results import recorded
 from dsv4_triton.compiler.cost.estimate import minimum_seconds
 
 FATES = {
@@ -112,7 +113,7 @@ def as_json(found: Sequence[Found], settings: Settings) -> str:
         "family": settings.family.name, "kind": settings.kind, "chip": chip(settings.family, settings.timed),
         "versions": versions(), "mean_gain": mean_gain(found), "rejected": dict(rejections(found)), "results": entries,
     }  # fmt: skip
-    return json.dumps(content, indent=1) + "\n"
+    return json.dumps(recorded(content), indent=1) + "\n"
 
 
 def _clean(values: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 
 from dsv4_triton import __version__
 from dsv4_triton.bench.registry import MODELS, Case, select
+from dsv4_triton.bench.results import recorded
 from dsv4_triton.compiler import host
 from dsv4_triton.compiler.ascend import compile_all
 from dsv4_triton.compiler.ascend.result import CompileResult
@@ -246,7 +247,7 @@ def as_json(compiled: Sequence[Compiled], family: Family) -> str:
         "dsv4_triton": __version__, "family": family.name, "target": family.target, "versions": versions,
         "hivmc": tools_for(family.arch).hivmc is not None, "ok": succeeded(compiled), "kernels": entries,
     }  # fmt: skip
-    return json.dumps(content, indent=1) + "\n"
+    return json.dumps(recorded(content), indent=1) + "\n"
 
 
 def _specialisation(launch: Launch | None) -> dict[str, Any]:

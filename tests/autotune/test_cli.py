@@ -75,6 +75,7 @@ def test_a_run_writes_files_and_reports(folder: Path, tmp_path: Path, monkeypatc
     assert result.exit_code == 0, result.output
     assert "by the estimate of docs/cost_model.md" in " ".join(result.output.split())
     found = json.loads(data.read_text())
+    assert "commit" in found["environment"]
     tries = found["results"][0]["tries"]
     assert found["kind"] == "estimate" and found["family"] == "a2" and len(tries) == 12
     assert found["rejected"] == {"fallback": 1} and tries[0]["config"] == found["results"][0]["default"]

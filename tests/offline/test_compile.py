@@ -47,6 +47,7 @@ def test_table_and_report(family: str, tmp_path: Path) -> None:
     assert "hivmc (part of CANN) is not installed" in result.output and "Nothing ran on a device" in result.output
     report = json.loads(file.read_text())
     assert (report["family"], report["ok"], report["hivmc"]) == (family, True, False)
+    assert "commit" in report["environment"]
     assert report["versions"]["triton-ascend"] and {entry["op"] for entry in report["kernels"]} == {"muls_add", "rope"}
     for entry in report["kernels"]:
         assert entry["status"] == "ok" and entry["cases"] and entry["types"] and entry["flags"]
