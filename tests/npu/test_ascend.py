@@ -61,9 +61,9 @@ def check_served(serve: Serve, family: str, on_cpu: Serve, count: int, graphs: b
     check_graphs(found, graphs)
 
 
-@pytest.mark.parametrize(("count", "graphs"), [(0, False), (3, False), (2, True)], ids=["plain", "drafts", "graphs"])
-def test_served(count: int, graphs: bool, inside: Serve, on_cpu: Serve) -> None:
-    check_served(inside, "a2", on_cpu, count, graphs)
+@pytest.mark.parametrize(("family", "count", "graphs"), [("a2", 0, False), ("a5", 3, False), ("a2", 2, True)])
+def test_served(family: str, count: int, graphs: bool, inside: Serve, on_cpu: Serve) -> None:
+    check_served(inside, family, on_cpu, count, graphs)
 
 
 SOURCE_VARIABLE = "DSV4_VLLM_ASCEND_SRC"

@@ -7,6 +7,7 @@ bf16 A2 keeps int8 keys, and A5 records and e4m3 keys.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,6 +21,16 @@ REFERENCE = ["plain", "full", "prefix", "crowd"]
 PLANNED: dict[str, Any] = {"memory_mb": 512, "gpu_memory_utilization": 0.8, "kv_cache_memory_bytes": None}
 """A device whose memory vLLM divides by what its profiling run takes."""
 GRAPHS: dict[str, Any] = {"enforce_eager": False}
+IN_SHORT = {
+    ("plain", "a5", 0, True),
+    ("chunked", "a2", 1, False),
+    ("full", "a5", 3, False),
+    ("prefix", "a2", 0, True),
+    ("crowd", "a5", 1, True),
+    ("preempted", "a2", 3, True),
+}
+"""Case, family, drafts and graphs of what every run of the tests serves: each case, and each number of drafts that no
+other test has."""
 
 
 def drafts(count: int) -> dict[str, Any]:
@@ -107,11 +118,13 @@ def test_graphs_with_drafts(on_npu: Serve, on_cpu: Serve) -> None:
     check_memory(found)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-@pytest.mark.parametrize("count", range(4))
-@pytest.mark.parametrize("family", ["a2", "a5"])
-@pytest.mark.parametrize("case", EVERY_CASE)
+@pytest.mark.parametrize(
+    ("case", "family", "count", "graphs"),
+    [
+        pytest.param(*one, marks=() if one in IN_SHORT else pytest.mark.long)
+        for one in product(EVERY_CASE, ["a2", "a5"], range(4), [False, True])
+    ],
+)
 def test_drafts_and_graphs(case: str, family: str, count: int, graphs: bool, on_npu: Serve, on_cpu: Serve) -> None:
     """Each case has a process of its own: nothing that another left in the engine can help it.
 
@@ -122,8 +135,7 @@ def test_drafts_and_graphs(case: str, family: str, count: int, graphs: bool, on_
     check_graphs(found, graphs)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("family", ["a2", "a5"])
+@pytest.mark.parametrize("family", [pytest.param("a2", marks=pytest.mark.long), "a5"])
 def test_warm_up_before_graphs(family: str, on_npu: Serve, on_cpu: Serve) -> None:
     """With the warm-up of all kernels, of which small limits leave few."""
     options = {"dsv4_triton": {"warm_up": "on"}}
@@ -142,7 +154,6 @@ def test_planned_memory(family: str, count: int, dtype: str, graphs: bool, on_np
     check_memory(on_npu(family, ["full", "crowd"], dtype, **options))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "limits", "says"),
     [
