@@ -36,6 +36,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return get
 
 
+def machine(library: Path, **settings: str | int) -> dict[str, str]:
+    """The environment of an engine's process on a simulated NPU, whatever vLLM has set in this one."""
+    environment = simnpu.environment(library, **settings, **engine.ENVIRONMENT)
+    environment.pop("VLLM_USE_BREAKABLE_CUDAGRAPH", None)  # vLLM sets it in a process that served DeepSeek-V4
+    return environment
+
+
 def serve(environment: dict[str, str], module: str = "tests.npu.serve", **what: Any) -> dict[str, Any]:
     """What `tests.npu.serve`, or another such module, prints in a process with this environment."""
     command = [sys.executable, "-m", module, json.dumps(what)]
@@ -52,8 +59,7 @@ def on_npu(simulated_npu: Path, checkpoint: Callable[[str], Path]) -> Serve:
         family: str, cases: list[str], dtype: str = "float32", devices: int = 1, memory_mb: int = 4096, **options: Any
     ) -> dict[str, Any]:
         settings = {"SIMNPU_SOC": CHIPS[family], "SIMNPU_DEVICES": devices, "SIMNPU_MEMORY_MB": memory_mb}
-        environment = simnpu.environment(simulated_npu, **settings, **engine.ENVIRONMENT)
-        environment.pop("VLLM_USE_BREAKABLE_CUDAGRAPH", None)  # vLLM sets it in a process that served DeepSeek-V4
+        environment = machine(simulated_npu, **settings)
         return serve(
             environment, checkpoint=str(checkpoint(dtype)), cases=cases, options={"dtype": dtype, **LIMITS, **options}
         )

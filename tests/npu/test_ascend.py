@@ -21,8 +21,7 @@ from dsv4_triton.backend.geometry import Pages
 from dsv4_triton.backend.metadata import DraftPlans, DsaMetadataBuilder, StepPlanner, idle_steps
 from dsv4_triton.config import ConfigError
 from tests import simnpu
-from tests.model import engine
-from tests.npu.conftest import CHIPS, LIMITS, Serve, serve
+from tests.npu.conftest import CHIPS, LIMITS, Serve, machine, serve
 from tests.npu.starts import REFUSED, check_refused
 from tests.npu.test_serving import GRAPHS, check_graphs, check_same, drafts
 
@@ -31,7 +30,7 @@ FAKE_ASCEND = simnpu.ROOT / "tests" / "fake_vllm_ascend"
 
 def environment(library: Path, ascend: Path = FAKE_ASCEND, family: str = "a2", **more: str) -> dict[str, str]:
     """Of a process that has the simulated NPU and vllm-ascend."""
-    found = simnpu.environment(library, SIMNPU_SOC=CHIPS[family], **engine.ENVIRONMENT, **more)
+    found = machine(library, SIMNPU_SOC=CHIPS[family], **more)
     found["PYTHONPATH"] = os.pathsep.join([str(ascend), found["PYTHONPATH"]])
     return found
 
@@ -79,7 +78,7 @@ def inside_the_real(simulated_npu: Path, checkpoint: Callable[[str], Path], tmp_
     shutil.copytree(next(FAKE_ASCEND.glob("*.dist-info")), tmp_path / "vllm_ascend-0.27.1.dist-info")
 
     def call(family: str, cases: list[str], dtype: str = "float32", **options: Any) -> dict[str, Any]:
-        found = simnpu.environment(simulated_npu, SIMNPU_SOC=CHIPS[family], **engine.ENVIRONMENT)
+        found = machine(simulated_npu, SIMNPU_SOC=CHIPS[family])
         # Behind this project, because the checkout has a package named tests, too.
         found["PYTHONPATH"] = os.pathsep.join([found["PYTHONPATH"], str(tmp_path), source])
         options = {"dtype": dtype, **LIMITS, "block_size": 32, **options}

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import simnpu
-from tests.model import engine
 from tests.model.truths import TINY
-from tests.npu.conftest import serve
+from tests.npu.conftest import machine, serve
 
 
 @pytest.mark.long
@@ -23,8 +21,8 @@ def test_answers_do_not_depend_on_the_schedule(simulated_npu: Path, tmp_path: Pa
     from dsv4_triton.demo.checkpoint import write_checkpoint
 
     write_checkpoint(tmp_path / "model", TINY)
-    environment = simnpu.environment(simulated_npu, **engine.ENVIRONMENT)
-    found = serve(environment, "tests.npu.random_run", checkpoint=str(tmp_path / "model"), drafts=drafts, steps=300)
+    folder = str(tmp_path / "model")
+    found = serve(machine(simulated_npu), "tests.npu.random_run", checkpoint=folder, drafts=drafts, steps=300)
     print(found)
     assert found["ahead"]
     assert all(found.get(what) for what in ("finished", "aborted", "hit", "preempted")), found

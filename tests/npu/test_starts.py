@@ -15,7 +15,7 @@ from dsv4_triton import doctor
 from dsv4_triton.backend.plugin import PLATFORM_VARIABLE
 from tests import simnpu
 from tests.model import engine
-from tests.npu.conftest import CHIPS, serve
+from tests.npu.conftest import CHIPS, machine, serve
 from tests.npu.starts import REFUSED, check_refused
 from tests.npu.test_ascend import FAKE_ASCEND
 
@@ -28,7 +28,7 @@ def run(environment: dict[str, str], *command: str) -> subprocess.CompletedProce
 
 
 def on_a2(library: Path) -> dict[str, str]:
-    return simnpu.environment(library, SIMNPU_SOC=CHIPS["a2"], **engine.ENVIRONMENT)
+    return machine(library, SIMNPU_SOC=CHIPS["a2"])
 
 
 def test_starts(simulated_npu: Path, checkpoint: Callable[[str], Path]) -> None:

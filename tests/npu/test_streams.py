@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests import simnpu
-from tests.model import engine
-from tests.npu.conftest import CHIPS, LIMITS, Serve, serve
+from tests.npu.conftest import CHIPS, LIMITS, Serve, machine, serve
 from tests.npu.test_serving import GRAPHS, check_same, drafts
 
 ORDERS = ["side", "default"]
@@ -23,8 +21,7 @@ def overlapped(simulated_npu: Path, checkpoint: Callable[[str], Path]) -> Serve:
 
     def call(family: str, cases: list[str], orders: list[str] = ORDERS, **options: Any) -> dict[str, Any]:
         settings = {"SIMNPU_SOC": CHIPS[family], "SIMNPU_LATE": orders[0]}
-        environment = simnpu.environment(simulated_npu, **settings, **engine.ENVIRONMENT)
-        environment.pop("VLLM_USE_BREAKABLE_CUDAGRAPH", None)
+        environment = machine(simulated_npu, **settings)
         options = {"dtype": "float32", **LIMITS, "additional_config": OVERLAP, **options}
         folder = str(checkpoint("float32"))
         return serve(environment, "tests.npu.streams", checkpoint=folder, cases=cases, orders=orders, options=options)
