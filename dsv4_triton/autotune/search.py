@@ -191,6 +191,10 @@ def search(
         if fresh:
             found.verdicts += evaluate(fresh)
 
+    def usual(configs: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+        completed = (space.completed(family, key, config) for config in configs)
+        return (config for config in completed if not space.unlike(family, key, config))
+
     choices = {name: list(values) for name, values in space.candidates(family, key).items()}
     usable: list[dict[str, Any]] = []
     for config, problem in space.configs(family, key):
@@ -200,8 +204,8 @@ def search(
             usable.append(config)
     default = target.default
     try:
-        attempt([default, *(config for config in own if not space.unlike(family, key, config))])
-        attempt((config for config in seeds if not space.unlike(family, key, config)), tries)
+        attempt([default, *usual(own)])
+        attempt(usual(seeds), tries)
         if found.space - found.dropped <= FULL:
             attempt(usable, tries)
         else:

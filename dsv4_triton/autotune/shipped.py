@@ -90,13 +90,19 @@ def targets_of(found: Iterable[Line]) -> tuple[list[tuple[Target, Line]], list[t
         if not matching:
             lost.append((line, f"{case} does not ask {line.kernel} for this key"))
             continue
-        target, config = matching[0], line.entry.config
-        problem = target.space.unlike(family, target.key, config) if config else ""
+        target = matching[0]
+        problem = target.space.unlike(family, target.key, _config(target, line))
         if problem:
             lost.append((line, f"it {problem}"))
         else:
             targets.append((target, line))
     return targets, lost
+
+
+def _config(target: Target, line: Line) -> dict[str, Any]:
+    """The parameters that an entry stands for."""
+    config = line.entry.config
+    return target.space.completed(target.family, target.key, config) if config else target.default
 
 
 def verify(
@@ -108,7 +114,7 @@ def verify(
     held: dict[tuple[Any, ...], Verdict] = {}
     for number, (target, line) in enumerate(checked):
         progress(number, len(checked), f"{line.family} {target}")
-        config = line.entry.config or target.default
+        config = _config(target, line)
         verdicts: list[Verdict] = []
         mode: Mode = "device" if target.family is HOST else "offline"
         try_all([(target, config)], mode, jobs=jobs, seconds=seconds, known={},

@@ -74,14 +74,21 @@ def buffering(family: Family) -> Choices:
     return {"multibuffer": (None, family.vector_registers)} if family.arch else {}
 
 
-MIXED: dict[str, Any] = {"tile_mix_vector_loop": 1, "multibuffer": None, "unit_flag": None}
+MIXED: dict[str, Any] = {
+    "tile_mix_vector_loop": 1, "multibuffer": None, "unit_flag": None, "set_workspace_multibuffer": None,
+}  # fmt: skip
 """The default of the options of `mixing`."""
 
 
 def mixing(family: Family) -> Choices:
-    """Options of a kernel on cube and vector cores: its vector loops in 1 tile or 2, double buffers, and whether the
-    cube's stores wait by unit. Of a dozen options these are the ones that change the code of such kernels here."""
-    return {"tile_mix_vector_loop": (1, 2), **buffering(family), "unit_flag": (None, True)} if family.arch else {}
+    """Options of a kernel on cube and vector cores: its vector loops in 1 tile or 2, double buffers, whether the cube's
+    stores wait by unit, and of A2 and A3, where results of the cube pass through global memory, how many may wait there
+    (the compiler's default is 4). The cost model sees nothing of the last two. Of the dozen options that there are no
+    other changes the code of such kernels here."""
+    if not family.arch:
+        return {}
+    waiting = {} if family.vector_registers else {"set_workspace_multibuffer": (None, 2, 8)}
+    return {"tile_mix_vector_loop": (1, 2), **buffering(family), "unit_flag": (None, True), **waiting}
 
 
 def products(family: Family) -> Choices:
@@ -177,6 +184,12 @@ class Space:
                 return f"has {name} {value!r}, expected one of {expected}"
         return ""
 
+    def completed(self, family: Family, key: Key, config: Mapping[str, Any]) -> dict[str, Any]:
+        """A file's `config` with the options of the compiler that it does not name: an option that the space got later
+        is left out, as it was when the file was made."""
+        absent = [name for name in self.computed(family, key) if name not in config and not name.isupper()]
+        return {**config, **dict.fromkeys(absent)}
+
     def bucketed(self, key: Key) -> dict[str, Any]:
         """The key of a file's entry for these sizes."""
         return {name: bucket(v) if name in self.buckets else readable(v) for name, v in key.items()}
@@ -199,9 +212,11 @@ class Space:
             config = lookup(family.name, self.name, at)
             if config is not None:
                 sized = {**key, **{name: at[name] for name in self.buckets if name in at}}
-                if config and (problem := self.unlike(family, sized, config)):  # before `fits`, which counts on it
-                    self._warn(family, at, problem)
-                    return Config(default)
+                if config:
+                    config = self.completed(family, sized, config)
+                    if problem := self.unlike(family, sized, config):  # before `fits`, which counts on it
+                        self._warn(family, at, problem)
+                        return Config(default)
                 usable = config and not self.fits(family, key, config)
                 if usable and at != self.bucketed(key):  # for the whole bucket or not at all, as the warm-up expects
                     usable = not self.fits(family, self._rounded(key), config)

@@ -93,7 +93,7 @@ def test_parameters_of_a_smaller_bucket_are_for_a_whole_bucket(folder: Path, mad
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"TILE": 32}, "has TILE, expected BLOCK, multibuffer"),
+        ({"TILE": 32}, "has TILE, multibuffer, expected BLOCK, multibuffer"),
         ({"BLOCK": "32", "multibuffer": None}, "has BLOCK '32', expected the kind of 16"),
         ({"BLOCK": None, "multibuffer": None}, "has BLOCK None, expected the kind of 16"),
         ({"BLOCK": True, "multibuffer": None}, "has BLOCK True, expected the kind of 16"),
@@ -122,6 +122,16 @@ def test_values_are_those_of_the_entrys_own_sizes(folder: Path, made: Space) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert ask(made, 2)["BLOCK"] == ask(made, 4)["BLOCK"] == 16 and ask(made, 8)["BLOCK"] == 64
+
+
+def test_a_file_may_be_older_than_an_option(folder: Path, made: Space) -> None:
+    """What was found without an option of the compiler holds without it, whatever its default is now."""
+    made.default = lambda family, key: {"BLOCK": 16, "multibuffer": None, "tile_mix_vector_loop": 1}
+    store.write(folder, "a2", "made", [entry(32, 2)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ask(made, 2) == {"BLOCK": 32, "multibuffer": None, "tile_mix_vector_loop": None}
+        assert ask(made, 2).options == {}
 
 
 def test_an_option_may_be_off_by_its_name(folder: Path, made: Space) -> None:
