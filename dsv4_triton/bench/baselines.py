@@ -1,8 +1,8 @@
 """Other implementations of the registry's jobs. Each runs on the same inputs and is held to the same reference.
 
 The registry names them: `eager` is the reference itself. `vllm` is what upstream vLLM runs for the job on this machine,
-where it has something. Names of torch_npu count on an NPU only. `interpreter` is Triton's, of the same kernels, in a
-process of its own.
+where it has something. Native NPU ops are in `native`. `interpreter` is Triton's, of the same kernels, in a process of
+its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.util import find_spec
 from types import TracebackType
@@ -32,6 +32,31 @@ Run = Callable[..., Any]
 
 class UnavailableError(RuntimeError):
     """This machine does not have the baseline; the message says what is missing."""
+
+
+class Converted(tuple[Any, ...]):
+    """Results that take this project's form when they are unpacked: a check does that and a timed run does not, for who
+    serves with the baseline uses them as they come."""
+
+    _convert: Callable[[], tuple[Any, ...]]
+
+    def __new__(cls, convert: Callable[[], tuple[Any, ...]]) -> Converted:
+        self = super().__new__(cls)
+        self._convert = convert
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._convert())
+
+
+def by_expert(weights: torch.Tensor, ids: torch.Tensor) -> Converted:
+    """Weights and ids [T, k] in ascending order of the ids."""
+
+    def convert() -> tuple[torch.Tensor, torch.Tensor]:
+        order = ids.sort(dim=1)
+        return weights.gather(1, order.indices), order.values
+
+    return Converted(convert)
 
 
 def _hc_pre(arguments: dict[str, Any]) -> Run:
@@ -69,7 +94,7 @@ def _hc_post_pre(arguments: dict[str, Any]) -> Run:
 
 
 def _moe_router(arguments: dict[str, Any]) -> Run:
-    """vLLM's fallback for devices without its own op; chosen experts are then put into this project's order."""
+    """vLLM's fallback for devices without its own op."""
     from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import _topk_softplus_sqrt_torch
 
     logits, k = arguments["logits"], arguments["k"]
@@ -82,10 +107,7 @@ def _moe_router(arguments: dict[str, Any]) -> Run:
             weights, ids, ids, a["logits"], True, a.get("bias"), None if tokens is None else tokens.clamp(min=0),
             a.get("tid2eid"), a["routed_scaling_factor"],
         )  # fmt: skip
-        if tokens is not None:
-            return weights, ids
-        order = ids.sort(dim=1)
-        return weights.gather(1, order.indices), order.values
+        return by_expert(weights, ids) if tokens is None else (weights, ids)
 
     return run
 
@@ -106,46 +128,12 @@ def _topk(arguments: dict[str, Any]) -> Run:
     return run
 
 
-def _npu_swiglu(arguments: dict[str, Any]) -> Run:
-    """The clamps in PyTorch, the rest by `torch_npu.npu_swiglu`: without row weights."""
-    import torch_npu
-
-    if arguments.get("row_weights") is not None:
-        raise UnavailableError("it takes no weights of rows")
-
-    def run(**a: Any) -> Any:
-        gate, up = a["x"].chunk(2, dim=-1)
-        limit = a["limit"]
-        return torch_npu.npu_swiglu(torch.cat((gate.clamp(max=limit), up.clamp(-limit, limit)), dim=-1), dim=-1)
-
-    return run
-
-
-def _npu_rotary_mul(arguments: dict[str, Any]) -> Run:
-    """`torch_npu.npu_rotary_mul` on the last 64 features, with the rows of the table gathered outside of the time."""
-    import torch_npu
-
-    if arguments.get("out") is not None:
-        raise UnavailableError("it does not work in place")
-    cos, sin = arguments["cos_sin"][arguments["positions"].clamp(min=0).long()].chunk(2, dim=-1)
-    twice = [part.repeat_interleave(2, dim=-1)[None, :, None] for part in (cos, sin)]
-
-    def run(**a: Any) -> Any:
-        x = a["x"]
-        turned = torch_npu.npu_rotary_mul(x[None, ..., -64:].float(), *twice, rotary_mode="interleave")[0]
-        return torch.cat((x[..., :-64], turned.to(x.dtype)), dim=-1)
-
-    return run
-
-
 _MAKERS: dict[tuple[str, str], Callable[[dict[str, Any]], Run]] = {
     ("hc_pre", VLLM): _hc_pre,
     ("hc_post", VLLM): _hc_post,
     ("hc_post_pre", VLLM): _hc_post_pre,
     ("moe_router", VLLM): _moe_router,
     ("indexer_topk", "torch.topk"): _topk,
-    ("swiglu", "npu_swiglu"): _npu_swiglu,
-    ("rope", "npu_rotary_mul"): _npu_rotary_mul,
 }
 """By op and name of the baseline."""
 
@@ -162,14 +150,16 @@ def implementation(case: Case, name: str, arguments: dict[str, Any]) -> Run:
     """The baseline `name` of a case, prepared for `arguments`; `UnavailableError` where it cannot run here."""
     if name == EAGER:
         return case.reference
-    maker = _MAKERS.get((case.op, name))
-    package = VLLM if name == VLLM else "torch" if name.startswith("torch.") else "torch_npu"
-    with suppress(ModuleNotFoundError):  # of a parent package
-        if find_spec(package) is None:
-            raise UnavailableError(f"{package} is not installed")
-    if maker is None:
-        raise UnavailableError("its arguments are not translated")
-    return maker(arguments)
+    if name == VLLM:
+        with suppress(ModuleNotFoundError):  # of a parent package
+            if find_spec(VLLM) is None:
+                raise UnavailableError("vllm is not installed")
+    from dsv4_triton.bench import native
+
+    job = case.op, name
+    if job in native.NOT_THE_SAME:
+        raise UnavailableError(native.NOT_THE_SAME[job])
+    return (_MAKERS | native.MAKERS)[job](arguments)
 
 
 class Interpreter:

@@ -384,7 +384,7 @@ ENTRIES = (
         _build_attention,
         _minimum_attention,
         _ATTENTION,
-        baselines=("npu_sparse_attn_sharedkv",),
+        baselines=("npu_sparse_attn_sharedkv", "npu_kv_quant_sparse_attn_sharedkv"),
         touched=_touched,
     ),
     Entry(

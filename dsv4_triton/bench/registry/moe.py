@@ -291,7 +291,6 @@ ENTRIES = (
         _build_plan,
         _minimum_plan,
         EXACT,
-        baselines=("npu_moe_init_routing_v2",),
         planners=_PLANNERS,
     ),
     Entry(
@@ -314,7 +313,16 @@ ENTRIES = (
         baselines=("npu_grouped_matmul_swiglu_quant",),
         touched=_touched_experts,
     ),
-    Entry("moe_dispatch", _tokens, _build_dispatch, _minimum_dispatch, EXACT, outcome=_dispatched, planners=_PLANNERS),
+    Entry(
+        "moe_dispatch",
+        _tokens,
+        _build_dispatch,
+        _minimum_dispatch,
+        EXACT,
+        outcome=_dispatched,
+        baselines=("npu_moe_init_routing_v2",),
+        planners=_PLANNERS,
+    ),
     Entry(
         "moe_experts",
         _tokens,
@@ -322,6 +330,7 @@ ENTRIES = (
         _minimum_experts,
         _EXPERTS,
         written=("out",),
+        baselines=("npu_grouped_matmul",),
         planners=_PLANNERS,
         touched=_touched_experts,
     ),
