@@ -211,12 +211,13 @@ def _bytes(tokens: int, entries: int, k: int, most: int) -> int:
 
 
 def _default(family: Family, key: Key) -> dict[str, Any]:
-    """TILE: most entries of a tile."""
-    return {"TILE": MAX_TILE, "multibuffer": None}
+    """TILE: most entries of a tile; where memory does not bound it, few levels are faster than small tiles."""
+    return {"TILE": 4 * MAX_TILE if family.any_tile else MAX_TILE, "multibuffer": None}
 
 
 def _candidates(family: Family, key: Key) -> Choices:
-    return {"TILE": (2048, 4096, 8192), **buffering(family)}
+    wide = (16384, 32768) if family.any_tile else ()
+    return {"TILE": (2048, 4096, 8192, *wide), **buffering(family)}
 
 
 def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:
@@ -245,7 +246,7 @@ def indexer_topk(
     """Indices [T, k] int32 of the k best of the first `n_vis[t]` entries of scores [T, N] fp32 (rows of any stride).
 
     Higher score first, equal scores by lower index, NaN never; the indices stand in ascending order, followed by -1.
-    k is 1 to 2048, N at most 2^24. Rows longer than 4,096 entries take scratch, 8 bytes per k entries of each tile:
+    k is 1 to 2048, N at most 2^24. Rows longer than a tile take scratch, 8 bytes per k entries of each tile:
     `workspace`, `indexer_topk_workspace` bytes, uint8. TypeError or ValueError names the argument that does not fit.
     """
     check_tensor(OP, "scores", scores, (None, None), torch.float32, layout="rows")
