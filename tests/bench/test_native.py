@@ -10,9 +10,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from dsv4_triton.bench import native
+from dsv4_triton.bench import native, native_attention
 from dsv4_triton.bench.baselines import Converted, UnavailableError, by_expert, implementation, names
 from dsv4_triton.bench.registry import Case, MismatchError, cases, select
+from dsv4_triton.bench.registry.attention import ratio_of
 from dsv4_triton.bench.registry.case import EAGER
 from dsv4_triton.device import A2, A5, Family
 from tests.bench import native_stand_ins
@@ -80,7 +81,8 @@ def test_a_translation_does_the_job(op: str, name: str, case: str, family: Famil
     inputs = wanted.build(family)
     assert name in names(wanted)
     if op == "hc_pre":
-        inputs.arguments["fn_parts"][1] = 0.0  # what is left has no more bits than HF32
+        high, low = inputs.arguments["fn_parts"]
+        low.copy_(torch.ldexp(high.sign(), torch.frexp(high.float()).exponent - 10))  # a bit that HF32 still has
     wanted.check(inputs, family, implementation(wanted, name, inputs.arguments))
 
 
@@ -101,6 +103,13 @@ def test_what_an_op_does_not_take_is_said(
         implementation(refused, name, refused.build(family, fill=False).arguments)
 
 
+@pytest.mark.parametrize(
+    "case", [c for c in select(kernel="sparse_attention") if c.model == "demo" or "/b1/" in c.name]
+)
+def test_attention_knows_the_ratio_of_the_layer(case: Case) -> None:
+    assert native_attention._ratio(case.build(A2, fill=False).arguments) == max(1, ratio_of(case.variant))
+
+
 def test_every_translation_is_checked() -> None:
     assert {(op, name) for op, name, *_ in (*PLAIN, *MOE, *ATTENTION)} == set(native.MAKERS)
 
@@ -118,7 +127,7 @@ def test_every_baseline_is_translated_or_has_a_reason() -> None:
 @pytest.mark.parametrize(
     ("op", "name", "case", "missing"),
     [
-        ("swiglu", "npu_swiglu", "demo/decode/b5/shared", "torch_npu"),
+        ("swiglu", "npu_swiglu", "demo/decode/b5/shared", "torch_npu cannot be imported"),
         ("hc_post", "npu_hc_post", "demo/decode/b5", "torch.ops._C_ascend.npu_hc_post is vllm_ascend's"),
     ],
 )
