@@ -241,41 +241,24 @@ def _npu_there(name: str) -> None:
 def show(
     family: FamilyNames = None,
     kernel: Listed = None,
+    gains: Annotated[
+        bool, typer.Option("--gains", help="One line a kernel: how many sizes, and what the defaults and winners take.")
+    ] = False,
     json: Annotated[File, typer.Option(metavar="FILE", help="Write it to FILE as JSON too.")] = None,
 ) -> None:
     """List what config files hold: for which sizes, what changed, measured or estimated, and whether it is outdated."""
     from dataclasses import asdict
 
-    from rich.table import Table
-    from rich.text import Text
-
-    from dsv4_triton.autotune import shipped, store
+    from dsv4_triton.autotune import listing, shipped, store
     from dsv4_triton.autotune.search import spaces
-    from dsv4_triton.autotune.trials import difference
 
     console = table_console()
     with _reported(console):
         refuse_unwritable((json,))
         families, kernels = _families(family), _kernels(kernel)
         found, problems = shipped.lines(families, kernels)
-        table = Table(box=None, pad_edge=False)
-        headings = "family", "kernel", "sizes", "what changed", "us", "of case", "gain", "kind", "from", "outdated"
-        for heading in headings:
-            table.add_column(heading, overflow="fold")
-        rows = []
-        for line in found:
-            entry, what = line.entry, line.entry.found
-            changed = difference(entry.config, entry.default) if entry.config else "default"
-            sizes = " ".join(f"{n}={v}" if isinstance(v, int) else str(v) for n, v in entry.key.items())
-            gain = what.default_microseconds / what.microseconds if what.microseconds else 1.0
-            source = "shipped" if line.folder == store.SHIPPED else "user"
-            cells = (
-                line.family, line.kernel, sizes, changed, f"{what.microseconds:.4g}", what.case, f"{gain:.2f}",
-                what.kind, f"{source} {what.date}" + (" (hidden)" if line.hidden else ""), line.old,
-            )  # fmt: skip
-            table.add_row(*map(Text, cells))  # what files say is no markup
-            rows.append({**asdict(line), "folder": str(line.folder), "old": line.old})
-        console.print(table)
+        sums = shipped.gains(found)
+        console.print(listing.gains_table(sums) if gains else listing.entries_table(found))
         for problem in problems:
             print_error(console, problem, "not used")
         for name in families:
@@ -285,7 +268,8 @@ def show(
                 print_line(console, said)
         outdated = sum(bool(line.old) for line in found)
         print_line(console, f"{len(found)} entries, {outdated} outdated; the user's folder is {store.user_folder()}")
-        write_files((json, {"entries": rows, "problems": problems}))
+        rows = [{**asdict(line), "folder": str(line.folder), "old": line.old} for line in found]
+        write_files((json, {"entries": rows, "gains": [asdict(one) for one in sums], "problems": problems}))
     raise typer.Exit(1 if problems else 0)
 
 

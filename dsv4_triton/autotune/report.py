@@ -9,7 +9,8 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from math import exp, isnan, log
+from math import isnan
+from statistics import geometric_mean
 from typing import Any
 
 from dsv4_triton.autotune.run import Settings, chip, versions
@@ -35,8 +36,8 @@ FATES = {
 
 def mean_gain(found: Iterable[Found]) -> float:
     """Geometric mean of the gains of those whose default works; 1 for none."""
-    gains = [log(one.gain) for one in found if one.default.ok and one.winner is not None]
-    return exp(sum(gains) / len(gains)) if gains else 1.0
+    gains = [one.gain for one in found if one.default.ok and one.winner is not None]
+    return geometric_mean(gains) if gains else 1.0
 
 
 def rejections(found: Iterable[Found]) -> Counter[str]:

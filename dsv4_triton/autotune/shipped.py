@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from dsv4_triton.autotune import store
@@ -66,6 +67,43 @@ def lines(families: Iterable[str], kernels: Sequence[str] = ()) -> tuple[list[Li
                     else:
                         found[at] = line
     return [*found.values(), *hidden], problems
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What the entries of a kernel on a family gave that were found in one way: how many there are, how many of them
+    have a better configuration than the default, the sums of both times, and the geometric mean of the gains."""
+
+    family: str
+    kernel: str
+    kind: str
+    entries: int
+    winners: int
+    default_microseconds: float
+    microseconds: float
+    gain: float
+
+
+def gains(found: Iterable[Line]) -> list[Gain]:
+    """The gains by family, kernel and kind, and after those of a family and kind the one of all its kernels (`all`).
+    Entries that the user's folder hides do not count."""
+    groups: dict[tuple[str, str, str], list[Entry]] = {}
+    for line in found:
+        if not line.hidden:
+            for kernel in line.kernel, "all":
+                groups.setdefault((line.family, line.entry.found.kind, kernel), []).append(line.entry)
+    rows = []
+    for at in sorted(groups, key=lambda at: (at[0], at[1], at[2] == "all", at[2])):
+        (family, kind, kernel), entries = at, groups[at]
+        results = [entry.found for entry in entries]
+        rows.append(
+            Gain(
+                family, kernel, kind, len(entries), sum(entry.config is not None for entry in entries),
+                sum(one.default_microseconds for one in results), sum(one.microseconds for one in results),
+                geometric_mean(one.gain for one in results),
+            )
+        )  # fmt: skip
+    return rows
 
 
 def targets_of(found: Iterable[Line]) -> tuple[list[tuple[Target, Line]], list[tuple[Line, str]]]:

@@ -58,6 +58,11 @@ class Found:
     date: str
     versions: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def gain(self) -> float:
+        """How many times faster than the default it is."""
+        return self.default_microseconds / self.microseconds if self.microseconds else 1.0
+
 
 @dataclass(frozen=True)
 class Entry:

@@ -154,8 +154,8 @@ def _grouped_product_kernel(
 
 
 def _default(family: Family, key: Key) -> dict[str, Any]:
-    """BK is as long as L1 allows, up to 512 bytes: a transfer costs extra for every row of a tile. On the host 64 outputs
-    of e4m3 are half the time of 256."""
+    """BK is as long as L1 allows, up to 512 bytes: a transfer costs extra for every row of a tile. On the host 64
+    outputs of e4m3 take half the time of 256."""
     tokens, rank, fp8 = key["tokens"], key["rank"], key["fp8"]
     bm = 16 if tokens <= 16 else 64 if tokens <= 64 else 128
     bn = even_block(rank, 64 if family.any_tile else 256) if fp8 else min(256, max(16, triton.next_power_of_2(rank)))

@@ -182,6 +182,29 @@ def test_show_says_what_is_outdated_and_what_is_broken(folder: Path, tmp_path: P
     assert result.exit_code == 1 and "muls_add.json" in result.output
 
 
+def test_show_sums_up_what_was_gained(folder: Path, tmp_path: Path) -> None:
+    """By kernel and kind, and over all kernels; entries that the user's folder hides do not count."""
+    nothing = replace(ENTRY, key={"elements": 8192}, config=None, found=replace(ENTRY.found, microseconds=2.0))
+    hidden = replace(ENTRY, found=replace(ENTRY.found, default_microseconds=100.0))
+    timed = replace(ENTRY, key={"tokens": 1}, found=replace(ENTRY.found, kind="measured", default_microseconds=3.0))
+    store.write(folder, "a2", "muls_add", [ENTRY, nothing])
+    store.write(store.SHIPPED, "a2", "muls_add", [hidden])
+    store.write(folder, "a2", "step_layout", [ENTRY, timed])
+    file = tmp_path / "gains.json"
+    result = tune("show", "--family", "a2", "--gains", "--json", str(file))
+    assert result.exit_code == 0 and "mean gain" in result.output and "what changed" not in result.output
+    rows = [
+        (one["kernel"], one["kind"], one["entries"], one["winners"], one["default_microseconds"], one["microseconds"],
+         round(one["gain"], 3))
+        for one in json.loads(file.read_text())["gains"]
+    ]  # fmt: skip
+    assert rows == [
+        ("muls_add", "estimate", 2, 1, 4.0, 3.0, 1.414), ("step_layout", "estimate", 1, 1, 2.0, 1.0, 2.0),
+        ("all", "estimate", 3, 2, 6.0, 4.0, 1.587), ("step_layout", "measured", 1, 1, 3.0, 1.0, 3.0),
+        ("all", "measured", 1, 1, 3.0, 1.0, 3.0),
+    ]  # fmt: skip
+
+
 def test_verify_fails_for_what_no_longer_works(folder: Path) -> None:
     config = {"BLOCK": 16384, "multibuffer": None}
     found = replace(ENTRY.found, case="muls_add flash/decode/b16")
