@@ -42,7 +42,7 @@ def tune(*arguments: str) -> Result:
         ([], "a2, a3, a5 or host"),
         (["--family", "a9"], "There are: a2, a3, a5, host"),
         (["--famly", "a2"], "--budget, --case, --family"),
-        (["show", "--nope"], "--family, --json, --kernel"),
+        (["show", "--nope"], "--family, --gains, --json, --kernel"),
         (["--family", "a2", "--kernel", "mul_add"], "did you mean 'muls_add'?"),
         (["--family", "a2", "--kernel", "muls_add", "--case", "nope"], "There are: flash/decode/b1"),
         (["--family", "a2", "--kernel", "muls_add", "--mode", "fast"], "neither 'offline' nor 'device'"),
