@@ -33,6 +33,8 @@ _FAILURES = 3
 _LOST = ("crash", "time")
 """Fates that a device without an answer has, too."""
 _PROBE_SECONDS = 120.0
+_NEAREST = 2
+"""Parameters of other sizes that are tried before the space."""
 
 
 class BusyError(RuntimeError):
@@ -311,13 +313,11 @@ def _own(target: Target, settings: Settings) -> list[dict[str, Any]]:
 
 
 def _seeds(target: Target) -> list[dict[str, Any]]:
-    """What is on file for this key, for any family: good places to begin."""
-    found = []
-    for family in FAMILIES.values():
-        config = store.lookup(family.name, target.space.name, target.bucketed)
-        if config:
-            found.append(config)
-    return found
+    """Good places to begin: what is on file for this key, for any family, and for the nearest sizes of this one."""
+    kernel, key = target.space.name, target.bucketed
+    here = (store.lookup(family.name, kernel, key) for family in FAMILIES.values())
+    near = store.nearby(target.family.name, kernel, key, target.space.buckets)
+    return [config for config in here if config] + near[:_NEAREST]
 
 
 def _choose(found: Found, settings: Settings, journal: Journal) -> None:

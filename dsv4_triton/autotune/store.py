@@ -25,10 +25,11 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
+from math import log2
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,23 @@ def lookup(family: str, kernel: str, key: Mapping[str, Any]) -> dict[str, Any] |
     Files are read at the first question about a kernel.
     """
     return _table(family, kernel).get(_at(key))
+
+
+def nearby(family: str, kernel: str, key: Mapping[str, Any], sizes: Collection[str]) -> list[dict[str, Any]]:
+    """The parameters, but for defaults, of entries that differ from `key` in `sizes` alone, each once and the nearest
+    first; a step is a factor of two."""
+
+    def others(of: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: v for name, v in of.items() if name not in sizes}
+
+    found = []
+    for at, config in _table(family, kernel).items():
+        there = dict(at)
+        if config and there != key and there.keys() == key.keys() and others(there) == others(key):
+            steps = sum(abs(log2(max(1, there[name])) - log2(max(1, key[name]))) for name in sizes if name in key)
+            found.append((steps, config))
+    ordered = [config for _, config in sorted(found, key=lambda one: one[0])]
+    return [config for number, config in enumerate(ordered) if config not in ordered[:number]]
 
 
 @cache

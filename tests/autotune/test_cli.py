@@ -301,3 +301,12 @@ def test_as_a_module() -> None:
     command = [sys.executable, "-m", "dsv4_triton.autotune", "show", "--family", "nope"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "unknown family 'nope'" in done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["a2", "a3", "a5"])
+def test_every_shipped_entry_passes_all_gates(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of an hour for each family with compiled kernels in the cache."""
+    monkeypatch.setenv(store.FOLDER, str(tmp_path))
+    result = tune("verify", "--family", family)
+    assert result.exit_code == 0, result.output

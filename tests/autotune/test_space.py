@@ -124,6 +124,17 @@ def test_values_are_those_of_the_entrys_own_sizes(folder: Path, made: Space) -> 
         assert ask(made, 2)["BLOCK"] == ask(made, 4)["BLOCK"] == 16 and ask(made, 8)["BLOCK"] == 64
 
 
+def test_parameters_of_the_nearest_sizes(folder: Path) -> None:
+    """Of entries that differ in sizes alone, by factors of two and each once; a search begins with them."""
+    others = [entry(24, 64, width=32), entry(24, 64, dtype="float32"), entry(None, 32), entry(8, 16)]
+    store.write(folder, "a2", "made", [entry(32, 256), entry(16, 8), *others, entry(16, 4), entry(12, 64)])
+    key = {"tokens": 16, "width": 64, "dtype": "bfloat16"}
+    found = store.nearby("a2", "made", key, ("tokens",))
+    assert [config["BLOCK"] for config in found] == [16, 12, 32], "its own, the default and other widths do not count"
+    assert [config["BLOCK"] for config in store.nearby("a2", "made", key, ("tokens", "width"))] == [16, 12, 24, 32]
+    assert store.nearby("a3", "made", key, ("tokens",)) == []
+
+
 def test_a_file_may_be_older_than_an_option(folder: Path, made: Space) -> None:
     """What was found without an option of the compiler holds without it, whatever its default is now."""
     made.default = lambda family, key: {"BLOCK": 16, "multibuffer": None, "tile_mix_vector_loop": 1}
