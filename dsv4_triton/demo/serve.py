@@ -185,7 +185,7 @@ def wait_until_ready(server: Server, console: Any, interrupts: Interrupts | None
             seconds = time.monotonic() - began
             if seconds > START_SECONDS:
                 raise ServerFailedError(f"the server was not ready after {START_SECONDS} s")
-            line = server.message()[:80]
+            line = server.message()[:80] or "no message yet"
             status.update(f"starting, {seconds:.0f} s: {escape(line)}")
             if not console.is_terminal and seconds - shown >= 15:
                 print_line(console, f"  {seconds:.0f} s: {line}")
