@@ -19,6 +19,7 @@ from typing import Any
 import dsv4_triton
 from dsv4_triton.autotune import store
 from dsv4_triton.autotune.search import Found, OutOfTimeError, check_cases, search
+from dsv4_triton.autotune.space import UNCOUNTED
 from dsv4_triton.autotune.trials import Mode, Target, Verdict, check_on_host, difference, time_in_turn, try_all
 from dsv4_triton.bench.results import cpu_name
 from dsv4_triton.bench.run import DeviceLostError, DeviceMissingError, device_named, problem_of
@@ -64,6 +65,11 @@ class Settings:
     def on_device(self) -> bool:
         """Whether tries run on a device, which can go away; this machine's own processor does not."""
         return self.mode == "device" and self.family is not HOST
+
+    @property
+    def fixed(self) -> frozenset[str]:
+        """Parameters that are not searched: those of whose values an estimate ranks none before another."""
+        return UNCOUNTED if self.timed == "offline" else frozenset()
 
     @property
     def kind(self) -> str:
@@ -201,7 +207,8 @@ def run(
                 journal.drop(target)
             evaluate = _Evaluate(target, settings, journal, known, end, lambda what: progress(number, what, None))  # noqa: B023
             try:
-                found = search(target, _seeds(target), evaluate, settings.tries, own=_own(target, settings))
+                own = _own(target, settings)
+                found = search(target, _seeds(target), evaluate, settings.tries, own=own, fixed=settings.fixed)
             except OutOfTimeError:
                 break
             _choose(found, settings, journal)

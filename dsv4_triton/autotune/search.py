@@ -7,7 +7,7 @@ import json
 import pkgutil
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -170,10 +170,11 @@ def asked(case: Case, family: Family) -> list[Any]:
 
 def search(
     target: Target, seeds: Iterable[Mapping[str, Any]], evaluate: Callable[..., list[Verdict]],
-    tries: int | None = None, *, own: Iterable[Mapping[str, Any]] = (),
+    tries: int | None = None, *, own: Iterable[Mapping[str, Any]] = (), fixed: Container[str] = (),
 ) -> Found:  # fmt: skip
     """Try the default together with `own`, which the result takes the place of, then `seeds`, then the space: whole
     where it is small, else one parameter after the other from the best so far; at most `tries`, `own` whatever that is.
+    The space is without other values of the parameters `fixed`, which stay as the default or a seed has them.
     `evaluate(configs)` gives their verdicts; `OutOfTimeError` of it ends the search, and what is known by then counts.
     """
     space, family, key = target.space, target.family, target.key
@@ -195,9 +196,8 @@ def search(
         completed = (space.completed(family, key, config) for config in configs)
         return (config for config in completed if not space.unlike(family, key, config))
 
-    choices = {name: list(values) for name, values in space.candidates(family, key).items()}
     usable: list[dict[str, Any]] = []
-    for config, problem in space.configs(family, key):
+    for config, problem in space.configs(family, key, fixed):
         found.space += 1
         found.dropped += bool(problem)
         if not problem and len(usable) <= FULL:
@@ -207,8 +207,9 @@ def search(
         attempt([default, *usual(own)])
         attempt(usual(seeds), tries)
         if found.space - found.dropped <= FULL:
-            attempt(usable, tries)
+            attempt(sorted(usable, key=partial(_changes, default)), tries)
         else:
+            choices = {name: v for name, v in space.candidates(family, key).items() if name not in fixed}
             for _ in range(ROUNDS):
                 before = len(found.verdicts)
                 for name, values in choices.items():
@@ -219,6 +220,13 @@ def search(
         if not found.verdicts:
             raise
     return found
+
+
+def _changes(default: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[int, int]:
+    """How many options of the compiler are not the default's, and how many parameters at all: a search that is cut
+    short has varied tile sizes first, one at a time."""
+    changed = [name for name, value in config.items() if value != default[name]]
+    return sum(not name.isupper() for name in changed), len(changed)
 
 
 def _best(found: Found, default: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -69,6 +69,11 @@ class Trial:
     answers: dict[tuple[Any, ...], Config] = field(default_factory=dict)
 
 
+UNCOUNTED = frozenset({"unit_flag", "set_workspace_multibuffer"})
+"""Options that only time can judge: how the cube's stores wait, and how many results may wait in global memory. The
+cost model counts the same work with every value of them, so that an estimate ranks none before another."""
+
+
 def buffering(family: Family) -> Choices:
     """Whether local memory is double-buffered: by the compiler's default for the family, or the other way."""
     return {"multibuffer": (None, family.vector_registers)} if family.arch else {}
@@ -83,8 +88,8 @@ MIXED: dict[str, Any] = {
 def mixing(family: Family) -> Choices:
     """Options of a kernel on cube and vector cores: its vector loops in 1 tile or 2, double buffers, whether the cube's
     stores wait by unit, and of A2 and A3, where results of the cube pass through global memory, how many may wait there
-    (the compiler's default is 4). The cost model sees nothing of the last two. Of the dozen options that there are no
-    other changes the code of such kernels here."""
+    (the compiler's default is 4). Of the dozen options that there are no other changes the code of such kernels here.
+    """
     if not family.arch:
         return {}
     waiting = {} if family.vector_registers else {"set_workspace_multibuffer": (None, 2, 8)}
@@ -194,10 +199,10 @@ class Space:
         """The key of a file's entry for these sizes."""
         return {name: bucket(v) if name in self.buckets else readable(v) for name, v in key.items()}
 
-    def configs(self, family: Family, key: Key) -> Iterator[tuple[dict[str, Any], str]]:
-        """Every combination of the candidates with why it cannot be used, or ""."""
+    def configs(self, family: Family, key: Key, fixed: Container[str] = ()) -> Iterator[tuple[dict[str, Any], str]]:
+        """Every combination of the candidates, or for `fixed` of the default's, with why it cannot be used, or ""."""
         choices = {name: (value,) for name, value in self.computed(family, key).items()}
-        choices |= {name: tuple(values) for name, values in self.candidates(family, key).items()}
+        choices |= {name: tuple(v) for name, v in self.candidates(family, key).items() if name not in fixed}
         for values in itertools.product(*choices.values()):
             config = dict(zip(choices, values))
             yield config, self.fits(family, key, config)

@@ -17,7 +17,7 @@ from dsv4_triton.autotune import report, store
 from dsv4_triton.autotune import run as runs
 from dsv4_triton.autotune.run import BusyError, Settings
 from dsv4_triton.autotune.search import OutOfTimeError, asked, launched, named, search, targets
-from dsv4_triton.autotune.space import Space
+from dsv4_triton.autotune.space import UNCOUNTED, Space
 from dsv4_triton.autotune.trials import Target, Verdict
 from dsv4_triton.bench.registry import RegistryError, ops, select
 from dsv4_triton.bench.run import DeviceLostError
@@ -62,6 +62,59 @@ def test_large_spaces_vary_one_parameter_at_a_time(made: Space) -> None:
     found = search(target(space), [], timed(lambda c: 100.0 - 10 * c["A"] - 3 * c["B"] + c["C"], log))
     assert found.ranked()[0].config == {"A": 4, "B": 4, "C": 1}
     assert len(log) < 24 and len({str(c) for c in log}) == len(log), "nothing twice"
+
+
+@pytest.fixture
+def waits(made: Space) -> Space:
+    """A kernel with tile sizes and three options; the cost model counts nothing of two of them."""
+    return Space(
+        "waits", buckets=(),
+        default=lambda f, k: {"A": 2, "B": 2, **dict.fromkeys(("multibuffer", *sorted(UNCOUNTED)))},
+        candidates=lambda f, k: {
+            "A": (1, 2, 4), "B": (1, 2), "multibuffer": (None, False), "unit_flag": (None, True),
+            "set_workspace_multibuffer": (None, 2, 8),
+        },
+    )  # fmt: skip
+
+
+def test_an_estimate_is_not_asked_about_what_it_does_not_count(waits: Space) -> None:
+    """Without those options the space is small enough to be tried whole."""
+    log: list[dict[str, Any]] = []
+    found = search(target(waits), [], timed(lambda c: 10.0, log), fixed=UNCOUNTED)
+    assert found.space == len(log) == 12 and found.dropped == 0
+    assert all(c["unit_flag"] is None and c["set_workspace_multibuffer"] is None for c in log)
+    timed_found = search(target(waits), [], timed(lambda c: 10.0 - bool(c["unit_flag"]), log))
+    assert timed_found.space == 72 and timed_found.ranked()[0].config["unit_flag"] is True
+
+
+@pytest.mark.parametrize("widths", [(1, 2), tuple(range(1, 17))], ids=["small", "large"])
+def test_what_a_seed_has_of_a_fixed_option_stays(widths: tuple[int, ...], waits: Space) -> None:
+    """Also where one parameter is varied at a time, from the seed: nothing like it is tried with the default's."""
+    small = waits.candidates
+    waits.candidates = lambda f, k: {**small(f, k), "B": widths}
+    seed = {"A": 4, "B": 1, "multibuffer": False, "unit_flag": True, "set_workspace_multibuffer": 8}
+    log: list[dict[str, Any]] = []
+    found = search(target(waits), [seed], timed(lambda c: 10.0 / c["A"], log), fixed=UNCOUNTED)
+    assert log[1] == found.ranked()[0].config == seed
+    changed = [c for c in log[1:] if c["unit_flag"]]
+    assert len(changed) == (1 if len(widths) == 2 else len(log) - 1) and len(log) > 10
+
+
+@pytest.mark.parametrize(("mode", "fixed"), [("offline", UNCOUNTED), ("device", frozenset())])
+def test_a_device_tries_what_an_estimate_cannot_rank(
+    mode: Any, fixed: frozenset[str], settings: Settings, waits: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = fake(monkeypatch, lambda config: Verdict(config, "ok", "", 1.0, 1.0))
+    npu(monkeypatch, "")
+    runs.run([target(waits)], Settings(A2, mode, settings.folder, jobs=1), lambda *_: None)
+    assert {name for c in log for name in UNCOUNTED if c[name] is not None} == UNCOUNTED - fixed
+
+
+def test_a_short_search_varies_tile_sizes_before_options(waits: Space) -> None:
+    log: list[dict[str, Any]] = []
+    search(target(waits), [], timed(lambda c: 10.0, log), 6, fixed=UNCOUNTED)
+    assert [(c["A"], c["B"]) for c in log] == [(2, 2), (1, 2), (2, 1), (4, 2), (1, 1), (4, 1)]
+    assert all(c["multibuffer"] is None for c in log)
 
 
 def test_a_gain_below_a_percent_is_none(made: Space) -> None:
@@ -289,7 +342,8 @@ def test_what_is_tried_is_told(settings: Settings, made: Space, monkeypatch: pyt
     said: list[str] = []
     runs.run([here(made)], replace(settings, tries=3), lambda done, what, found: said.append(what))
     assert said[0] == f"made {CASE.name}: default, 1 of this round left"
-    assert f"made {CASE.name}: BLOCK=16, 1 of this round left, best 12.5 us" in said
+    assert f"made {CASE.name}: BLOCK=16, 2 of this round left, best 12.5 us" in said
+    assert f"made {CASE.name}: BLOCK=24, 1 of this round left, best 6.25 us" in said
 
 
 def test_a_run_leaves_the_tries_of_other_targets(
