@@ -103,6 +103,16 @@ def test_minimum_counts_real_traffic(family: Family) -> None:
         ),
         ("compressor_fold", "pro/decode/b1/ctx32k/c128", 128 * 4096 + 1024 + 256 + 1024 + 4, 0),
         ("indexer_score", "flash/decode/b1/ctx1m", 64 * 134 + 262144 * (130 + 4), 262144 * 64 * 128),
+        # 5 of 7 tokens live, 8 heads: of padding the zeros that are written, or the slot that says so.
+        ("rope", "demo/decode/b5/inverse", 5 * (8 * 64 * 4 + 256) + 2 * 8 * 1024, 0),
+        ("rope", "demo/decode/b5/interleaved", (5 + 7) * 8 * 1024 + 5 * 256, 0),
+        ("q_norm_rope", "demo/decode/b5", (5 + 7) * 8 * 1024 + 5 * 256, 0),
+        ("compressor_state_insert", "demo/decode/b5/c128", 5 * (2 * 4096 + 8) + 2 * 4 + 5 * 2048, 0),
+        ("token_slots", "demo/decode/b5/window", 7 * 8 + 5 * 4 + 5 * 4, 0),
+        # 75 + 32 + 15 + 0 + 32 entries: the fourth request's query meets none, and no other score is written.
+        ("indexer_score", "demo/decode/b5", 4 * 8 * 134 + 154 * (130 + 4), 154 * 8 * 128),
+        # 11 windows close; the first of the request that begins has four tokens to fold, not eight.
+        ("compressor_fold", "demo/prefill/t45/c4", (11 * 8 - 4) * 1024 * 4 + 11 * (1024 + 256) + 1024 + 48 * 4, 0),
     ],
 )
 def test_minimum_by_hand(op: str, name: str, size: int, macs: int) -> None:

@@ -36,9 +36,9 @@ def _tokens(model: Model) -> list[Shape]:
     return [Shape(step) for step in by_tokens(model)]
 
 
-def _heads(job: Job) -> int:
-    """Bytes of the heads of all tokens."""
-    return job.tokens * job.model.heads * HEAD_DIM * 2
+def _heads(job: Job, tokens: int) -> int:
+    """Bytes of the heads of so many tokens."""
+    return tokens * job.model.heads * HEAD_DIM * 2
 
 
 def _positions(job: Job, make: Maker) -> dict[str, Any]:
@@ -58,9 +58,10 @@ def _build_rope(job: Job, make: Maker) -> dict[str, Any]:
 
 
 def _minimum_rope(job: Job) -> Minimum:
-    """The rotated features in and out, and out of place the others too."""
+    """The rotated features in and out, and out of place the others too; zeros for padding."""
     features = ROPE_DIM if job.variant == "inverse" else HEAD_DIM
-    return Minimum(2 * _heads(job) * features // HEAD_DIM + job.tokens * ANGLES)
+    rotated = 2 * _heads(job, job.live) * features // HEAD_DIM
+    return Minimum(rotated + _heads(job, job.step.padding) + job.live * ANGLES)
 
 
 def _q_shapes(model: Model) -> list[Shape]:
@@ -77,9 +78,9 @@ def _build_q(job: Job, make: Maker) -> dict[str, Any]:
 
 
 def _minimum_q(job: Job) -> Minimum:
-    """All features in and out, and the rotated ones of the indexer's heads."""
-    index = job.tokens * job.model.index_heads * ROPE_DIM * 4 if job.variant == "c4" else 0
-    return Minimum(2 * _heads(job) + index + job.tokens * ANGLES)
+    """All features in and out, and the rotated ones of the indexer's heads; zeros for padding."""
+    index = job.live * ROPE_DIM * 4 + job.step.padding * INDEX_DIM * 2 if job.variant == "c4" else 0
+    return Minimum(_heads(job, job.live + job.tokens) + job.model.index_heads * index + job.live * ANGLES)
 
 
 def _kv_shapes(model: Model) -> list[Shape]:
@@ -152,9 +153,10 @@ def _latent_after(inputs: Inputs, returned: Any) -> dict[str, torch.Tensor]:
 
 
 def _minimum_latent(job: Job) -> Minimum:
-    """Latent in and out, a row into the window cache, and one into each state."""
+    """Latent in and out, padding's too, a row into the window cache, and one into each state."""
     states = sum(2 * pages.row_bytes + 4 for pages in state_pages(job).values())
-    return Minimum(_minimum_kv(job).bytes + job.tokens * (job.model.q_lora * 4 + states) + job.model.q_lora * 2)
+    latent = (2 * job.tokens + 1) * job.model.q_lora * 2
+    return Minimum(_minimum_kv(job).bytes + latent + job.live * states)
 
 
 def insert_tolerance(job: Job) -> Tolerance:
@@ -168,8 +170,9 @@ def inserted(inputs: Inputs, returned: Any) -> dict[str, torch.Tensor]:
 
 
 def _minimum_kv(job: Job) -> Minimum:
-    """A raw row in, a stored row out, an angle a token, the weight once."""
-    return Minimum(job.tokens * (HEAD_DIM * 2 + job.layout.window.row_bytes + ANGLES + 8) + HEAD_DIM * 2)
+    """A raw row in, a stored row out, an angle a token, the weight once; of padding the slot."""
+    row = HEAD_DIM * 2 + job.layout.window.row_bytes + ANGLES + 8
+    return Minimum(job.live * row + job.step.padding * 4 + HEAD_DIM * 2)
 
 
 def _attention_shapes(model: Model) -> list[Shape]:
@@ -276,11 +279,12 @@ def _touched(job: Job) -> dict[str, int]:
 
 
 def _minimum_attention(job: Job) -> Minimum:
-    """Queries in, outputs out, every row that some token attends once; two products of 512 for a head and row."""
+    """Queries in, outputs out (zeros for padding), every row that some token attends once; two products of 512 for a
+    head and row."""
     rows = _attended(job)
-    indices = job.tokens * job.model.index_topk * 4 if job.variant == "c4" else 0
+    indices = job.live * job.model.index_topk * 4 if job.variant == "c4" else 0
     return Minimum(
-        2 * _heads(job) + (rows.window + rows.compressed) * job.layout.window.row_bytes + indices,
+        _heads(job, job.live + job.tokens) + (rows.window + rows.compressed) * job.layout.window.row_bytes + indices,
         2 * HEAD_DIM * job.model.heads * rows.summed,
         BF16,
     )
@@ -315,8 +319,9 @@ def _gathered(inputs: Inputs, returned: Any) -> dict[str, torch.Tensor]:
 
 
 def _minimum_gather(job: Job) -> Minimum:
-    """Rows in as they are stored, out as bf16, with a mask value each."""
-    return Minimum(_attended(job).summed * (job.layout.window.row_bytes + HEAD_DIM * 2 + 4))
+    """Every row that some token attends in once as it is stored; out as bf16 for each token, with a mask value each."""
+    rows = _attended(job)
+    return Minimum((rows.window + rows.compressed) * job.layout.window.row_bytes + rows.summed * (HEAD_DIM * 2 + 4))
 
 
 def _o_shapes(model: Model) -> list[Shape]:
@@ -341,14 +346,14 @@ def _projected(inputs: Inputs, returned: Any) -> dict[str, torch.Tensor]:
 
 
 def _minimum_o(job: Job) -> Minimum:
-    """Heads in, weights once, the low-rank result out."""
+    """Heads in, weights once, the low-rank result out; zeros for padding."""
     m = job.model
     weights = m.o_groups * m.o_lora * (m.heads // m.o_groups * HEAD_DIM)
     stored, operands = 2 * weights, BF16
     if job.variant == "mxfp8":
         stored, operands = weights + 4 * m.o_groups * m.o_lora, torch.float8_e4m3fn
-    size = _heads(job) + stored + job.tokens * (m.o_groups * m.o_lora * 2 + ANGLES)
-    return Minimum(size, job.tokens * weights, operands)
+    size = _heads(job, job.live) + stored + job.tokens * m.o_groups * m.o_lora * 2 + job.live * ANGLES
+    return Minimum(size, job.live * weights, operands)
 
 
 def _o_tolerance(job: Job) -> Tolerance:

@@ -59,6 +59,11 @@ class Job:
     def tokens(self) -> int:
         return self.step.tokens
 
+    @property
+    def live(self) -> int:
+        """Tokens that are not padding."""
+        return self.step.tokens - self.step.padding
+
     @cached_property
     def layout(self) -> Layout:
         """The pages of all caches in the family's formats."""
@@ -76,6 +81,7 @@ class Job:
 @dataclass(frozen=True)
 class Minimum:
     """The least a job needs: `bytes` to and from memory with every value moved once, `macs` multiply-accumulates.
+    Rows of padding count where they must be read or written, such as results that are zero there.
 
     `operands` is the dtype of the products' inputs in memory; none for jobs without a matrix product.
     """

@@ -54,10 +54,10 @@ def _state_after(inputs: Inputs, returned: Any) -> dict[str, torch.Tensor]:
 
 
 def _minimum_insert(job: Job) -> Minimum:
-    """A row in and out for each token, every row of the position embedding that is used once."""
+    """A row in and out for each token, every row of the position embedding that is used once; of padding the slot."""
     ratio, row = _kind(job.variant)[0], _state(job).row_bytes
-    used = len((job.step.positions()[: job.tokens - job.step.padding] % ratio).unique())
-    return Minimum(job.tokens * (2 * row + 8) + used * row // 2)
+    used = len((job.step.positions()[: job.live] % ratio).unique())
+    return Minimum(job.live * (2 * row + 8) + job.step.padding * 4 + used * row // 2)
 
 
 def _build_fold(job: Job, make: Maker) -> dict[str, Any]:
@@ -88,13 +88,21 @@ def _folded(inputs: Inputs, returned: Any) -> dict[str, torch.Tensor]:
     return {"out": inputs.arguments["out"]}
 
 
+def _folded_bytes(job: Job, ratio: int, dim: int) -> int:
+    """Of each closing window the rows of fp32 [u | g] it folds: for c4 half the row of eight tokens, or of the four
+    that there are before a request's first entry."""
+    windows = overlap(ratio) * job.step.closing(ratio)
+    if overlap(ratio) > 1:
+        windows -= sum(before < ratio <= before + new for before, new in job.step.requests)
+    return windows * ratio * 2 * dim * 4
+
+
 def _minimum_fold(job: Job) -> Minimum:
-    """Of each closing window the rows of fp32 [u | g] it folds (c4: half the row of eight tokens), its entry out."""
+    """The rows of the closing windows in, their entries out."""
     ratio, dim = _kind(job.variant)
-    windows = job.step.closing(ratio)
     entry = dim * 2 if job.variant == "index" else job.layout.window.row_bytes
-    rows = overlap(ratio) * ratio * 2 * dim * 4
-    return Minimum(windows * (rows + entry + ANGLES) + dim * 2 + job.tokens * 4)
+    rows = _folded_bytes(job, ratio, dim) + job.step.closing(ratio) * (entry + ANGLES)
+    return Minimum(rows + dim * 2 + job.tokens * 4)
 
 
 def _keys_shapes(model: Model) -> list[Shape]:
@@ -135,8 +143,8 @@ def _folded_keys(inputs: Inputs, returned: Any) -> dict[str, torch.Tensor]:
 def _minimum_fold_keys(job: Job) -> Minimum:
     """The folds of both compressors, the key quantised into its cache."""
     windows, row = job.step.closing(4), job.layout.index_keys.row_bytes
-    main, key = 8 * 2 * HEAD_DIM * 4, 8 * 2 * INDEX_DIM * 4
-    size = windows * (main + job.layout.window.row_bytes + key + row + ANGLES)
+    rows = _folded_bytes(job, 4, HEAD_DIM) + _folded_bytes(job, 4, INDEX_DIM)
+    size = rows + windows * (job.layout.window.row_bytes + row + ANGLES)
     weights = (HEAD_DIM + INDEX_DIM) * 2 + INDEX_DIM * INDEX_DIM * 2
     return Minimum(size + weights + job.tokens * 8, windows * INDEX_DIM * INDEX_DIM, torch.bfloat16)
 

@@ -38,10 +38,6 @@ def _score_shapes(model: Model) -> list[Shape]:
     return [*of_each_geometry(_topk_shapes(model)), *hidden]
 
 
-def _queries(job: Job) -> int:
-    return job.tokens * job.model.index_heads
-
-
 def _quant_shapes(model: Model) -> list[Shape]:
     """Served queries were rotated together with the main ones; `raw` ones are rotated by a launch of their own."""
     return [Shape(step, variant) for variant in ("", "raw") for step in by_tokens(model)]
@@ -64,10 +60,12 @@ def _dequantised(inputs: Inputs, returned: Any) -> dict[str, torch.Tensor]:
 
 
 def _minimum_quant(job: Job) -> Minimum:
-    """bf16 queries in, stored ones out; the rotation as a product with the Hadamard matrix."""
-    size = _queries(job) * (INDEX_DIM * 2 + job.layout.index_keys.row_bytes)
-    angles = job.tokens * ANGLES if job.variant == "raw" else 0
-    return Minimum(size + angles, _queries(job) * INDEX_DIM * INDEX_DIM, BF16)
+    """bf16 queries in, stored ones out; the rotation as a product with the Hadamard matrix. Raw queries of padding are
+    zero."""
+    raw, heads = job.variant == "raw", job.model.index_heads
+    read = job.live if raw else job.tokens
+    size = heads * (read * INDEX_DIM * 2 + job.tokens * job.layout.index_keys.row_bytes)
+    return Minimum(size + raw * read * ANGLES, read * heads * INDEX_DIM * INDEX_DIM, BF16)
 
 
 def _build_insert(job: Job, make: Maker) -> dict[str, Any]:
@@ -136,10 +134,14 @@ def _visible(inputs: Inputs, returned: Any) -> dict[str, torch.Tensor]:
 
 
 def _minimum_score(job: Job) -> Minimum:
-    """Queries and every key that some token sees in, a row of scores out for each token."""
-    step, row = job.step, job.layout.index_keys.row_bytes
-    size = _queries(job) * (row + 4) + step.entries(4) * row + job.tokens * (step.longest // 4) * 4
-    return Minimum(size, int(step.visible(4).sum()) * job.model.index_heads * INDEX_DIM, caches.index_dtype(job.family))
+    """Queries that see an entry and every key that some token sees in, a score out for each of both that meet; hiding
+    fills the rows of all tokens."""
+    step, row, heads = job.step, job.layout.index_keys.row_bytes, job.model.index_heads
+    visible = step.visible(4)
+    seen = int(visible.sum())
+    scores = job.tokens * (step.longest // 4) if job.variant == "hidden" else seen
+    size = int((visible > 0).sum()) * heads * (row + 4) + step.entries(4) * row + scores * 4
+    return Minimum(size, seen * heads * INDEX_DIM, caches.index_dtype(job.family))
 
 
 def _build_topk(job: Job, make: Maker) -> dict[str, Any]:

@@ -58,8 +58,8 @@ def _build_slots(job: Job, make: Maker) -> dict[str, Any]:
 
 
 def _minimum_slots(job: Job) -> Minimum:
-    """Position and request in, a slot out, and a table entry for each row that is written."""
-    return Minimum(job.tokens * 12 + job.step.closing(_pages(job).ratio) * 4)
+    """Position and request in (of padding the position), a slot out, and a table entry for each row that is written."""
+    return Minimum(job.tokens * 8 + job.live * 4 + job.step.closing(_pages(job).ratio) * 4)
 
 
 ENTRIES = (

@@ -52,7 +52,7 @@ def _active(job: Job) -> int:
 
 def _pairs(job: Job) -> int:
     """Rows of the experts: pairs of a token that is not padding and one of its experts."""
-    return (job.tokens - job.step.padding) * job.model.experts_per_token
+    return job.live * job.model.experts_per_token
 
 
 def _rows_per_tile(job: Job) -> int:
@@ -97,7 +97,7 @@ def _build_router(job: Job, make: Maker) -> dict[str, Any]:
     first = torch.randint(m.experts, (m.vocab, 1), generator=torch.Generator().manual_seed(0))
     table = (first + torch.arange(m.experts_per_token)) % m.experts
     ids = torch.randint(m.vocab, (job.tokens,), generator=torch.Generator().manual_seed(1))
-    ids[job.tokens - job.step.padding :] = -1
+    ids[job.live :] = -1
     return arguments | {"input_ids": make.to(ids.to(torch.int32)), "tid2eid": make.to(table.to(torch.int32))}
 
 
@@ -196,11 +196,11 @@ def _dispatched(inputs: Inputs, returned: Any) -> dict[str, torch.Tensor]:
 
 
 def _minimum_dispatch(job: Job) -> Minimum:
-    """The plan, a row of x in for each token, a row and a weight out for each pair."""
+    """The plan, a row of x in for each token that is not padding, a row and a weight out for each pair."""
     shared = _WithShared.of(job)
     pairs, row = shared.ids.numel(), job.model.hidden * 2
     plan = pairs * 8 + tile_capacity(pairs, shared.experts, shared.block_rows) * 12
-    return Minimum(plan + job.tokens * row + shared.pairs * (row + 8))
+    return Minimum(plan + job.live * row + shared.pairs * (row + 8))
 
 
 def _build_gate_up(job: Job, make: Maker) -> dict[str, Any]:
@@ -240,10 +240,10 @@ def _build_experts(job: Job, make: Maker) -> dict[str, Any]:
 
 
 def _minimum_experts(job: Job) -> Minimum:
-    """The weights of every chosen expert and a row of x in, a row out."""
+    """The weights of every chosen expert and a row of x in, a row out; zeros for padding."""
     m, shared = job.model, _WithShared.of(job)
     one = 3 * m.moe_intermediate * m.hidden
-    return Minimum(shared.active * one * 2 + job.tokens * m.hidden * 4, shared.pairs * one, BF16)
+    return Minimum(shared.active * one * 2 + (job.live + job.tokens) * m.hidden * 2, shared.pairs * one, BF16)
 
 
 def _build_swiglu(job: Job, make: Maker) -> dict[str, Any]:
