@@ -91,6 +91,14 @@ def test_in_turn_with_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdict.ok and verdict.microseconds < verdict.against
 
 
+def test_in_turn_the_medians_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faster in 61 of 100 turns, by a tenth in the median of them, but slower in the medians, which a file would say."""
+    turns = [(1.0, 1.1)] * 40 + [(5.0, 5.5)] * 21 + [(9.0, 1.0)] * 39
+    monkeypatch.setattr(trials, "_times", lambda *_: [list(times) for times in zip(*turns, strict=True)])
+    verdict = time_in_turn(target(HOST), BLOCK, 60.0)
+    assert verdict.fate == "no gain" and "in 61 of 100 turns, 0.220 times as fast" in verdict.message
+
+
 def _wrong(*args: Any, out: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
     return torch.zeros_like(args[1] if len(args) > 1 else kwargs["y"])
 
