@@ -92,7 +92,7 @@ def test_in_turn_with_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_in_turn_the_medians_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Faster in 61 of 100 turns, by a tenth in the median of them, but slower in the medians, which a file would say."""
+    """Faster in 61 of 100 turns, by a tenth in the median of them, but slower in the medians, which files have."""
     turns = [(1.0, 1.1)] * 40 + [(5.0, 5.5)] * 21 + [(9.0, 1.0)] * 39
     monkeypatch.setattr(trials, "_times", lambda *_: [list(times) for times in zip(*turns, strict=True)])
     verdict = time_in_turn(target(HOST), BLOCK, 60.0)
