@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -203,6 +204,10 @@ def _measure(
     return status or int(not found.ok)
 
 
+_TOGETHER = 8
+"""Cases for each processor that are estimated together: an interruption loses no others."""
+
+
 def _estimate(cases: list[Case], family: str, json: Path | None, console: Console) -> int:
     """Status 1 where a launch could not be counted for what it is."""
     from dsv4_triton import offline
@@ -211,20 +216,32 @@ def _estimate(cases: list[Case], family: str, json: Path | None, console: Consol
     from dsv4_triton.offline import estimates
 
     chosen = offline.family_named(family)
-    if not any(case.runs_on(chosen) for case in cases):
+    if not (wanted := [case for case in cases if case.runs_on(chosen)]):
         raise ValueError(f"no case of this runs on {chosen.name}: {chosen.title} has no fp8")
-    with progress_bar(console) as progress:
-        found = estimates.estimates(cases, chosen, progress=progress)
+    found: list[estimates.CaseEstimate] = []
+    ended, status, together = "", 0, _TOGETHER * len(os.sched_getaffinity(0))
+    try:
+        with ended_like_ctrl_c(), progress_bar(console) as progress:
+
+            def report(_done: int, _of: int, what: str) -> None:
+                progress(len(found), len(wanted), what)
+
+            for first in range(0, len(wanted), together):
+                found.extend(estimates.estimates(wanted[first : first + together], chosen, progress=report))
+    except KeyboardInterrupt:
+        ended, status = "interrupted", 130
     console.print(estimates.table(found, chosen))
     print_line(
         console,
         "Estimates by docs/cost_model.md from counts of the compiled code. limit: the least bytes or products of the"
         " job at the chip's rates. starts: the launches' own, beside the estimate.",
     )
+    if ended:
+        print_error(console, f"{ended}; {len(found)} of {len(wanted)} cases are done", "ended early")
     if note := hidden_by(chosen.name):
         print_error(console, note, "note")
-    write_files((json, recorded(estimates.as_dict(found, chosen))))
-    return int(any(case.problem for case in found))
+    write_files((json, recorded({"ended": ended, **estimates.as_dict(found, chosen)})))
+    return status or int(any(case.problem for case in found))
 
 
 @app.command()

@@ -22,7 +22,8 @@ from dsv4_triton.bench.registry import Case, Minimum, select
 from dsv4_triton.bench.results import Results, ResultsError
 from dsv4_triton.bench.run import OURS, Bench, DeviceLostError, Figure
 from dsv4_triton.cli import app
-from dsv4_triton.device import HOST
+from dsv4_triton.device import HOST, Family
+from dsv4_triton.offline.estimates import CaseEstimate, LaunchEstimate
 
 MACHINE = Machine(1e10, {"float32": 1e11, "bfloat16": 1e9})
 CPU = torch.device("cpu")
@@ -213,6 +214,33 @@ def test_a_polite_end_from_outside_keeps_what_is_done(monkeypatch: pytest.Monkey
         signal.signal(signal.SIGTERM, usual)
     assert result.exit_code == 130 and "2 of 4 cases are done" in result.output
     assert len(json.loads(file.read_text())["figures"]) == 2
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM], ids=lambda end: end.name)
+def test_interrupted_estimates_keep_what_is_done(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, end: signal.Signals
+) -> None:
+    def estimated(cases: list[Case], family: Family, **_: Any) -> list[CaseEstimate]:
+        if cases[0].op == "step_layout":
+            os.kill(os.getpid(), end)
+        launches = (LaunchEstimate("kernel", 1, resource="vector"),)
+        return [CaseEstimate(family.name, case.op, case.name, 1, 0, 1e-6, 3e-6, launches) for case in cases]
+
+    monkeypatch.setattr("dsv4_triton.offline.estimates.estimates", estimated)
+    monkeypatch.setattr("dsv4_triton.cli_bench._TOGETHER", 2)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0})
+    usual = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("SIGTERM was not watched for"))
+    file = tmp_path / "e.json"
+    arguments = ["--kernel", "muls_add", "--kernel", "step_layout", "--model", "demo", "--json", str(file)]
+    try:
+        result = bench("--estimate", "--family", "a2", *arguments)
+    finally:
+        signal.signal(signal.SIGTERM, usual)
+    assert result.exit_code == 130, result.output
+    assert "ended early: interrupted; 2 of 4 cases are done" in result.output
+    assert "muls_add" in result.output and "step_layout" not in result.output
+    content = json.loads(file.read_text())
+    assert content["ended"] == "interrupted" and [one["op"] for one in content["cases"]] == ["muls_add"] * 2
 
 
 def test_files_that_cannot_be_written_cost_nothing_else(tmp_path: Path) -> None:
