@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from math import inf, isfinite
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Annotated, Literal, Optional, cast
 
 import typer
@@ -161,7 +162,7 @@ def tune(
         chosen = FAMILIES[_families([family])[0]]
         refuse_unwritable((json, html))
         folder = out or store.user_folder()
-        _writable(folder)
+        _writable(folder / chosen.name)
         if chosen is not HOST:
             tools_for(chosen.arch)
             if mode == "device":
@@ -185,7 +186,7 @@ def tune(
                 if found is None:
                     return
                 results.append(found)
-                if not console.is_terminal:
+                if found.finished and not console.is_terminal:
                     print_line(console, f"{done}/{len(wanted)} {found.target}: gain {found.gain:.2f}")
 
             results: list[Found] = []
@@ -202,24 +203,35 @@ def tune(
         for one in results:
             if one.note:
                 print_line(console, one.note, "yellow")
-        if len(results) < len(wanted):
-            left = f"{len(wanted) - len(results)} of {len(wanted)} are left; the same command with --resume goes on"
-            print_line(console, left, "yellow")
-        print_line(console, f"config files: {folder / chosen.name}")
+        finished = [one for one in results if one.finished]
+        if left := len(wanted) - len(finished):
+            says = f"{left} of {len(wanted)} are left; the same command with --resume goes on"
+            print_line(console, says, "yellow")
+        if any(one.file for one in results):
+            print_line(console, f"config files: {folder / chosen.name}")
         page = report.as_html(results, settings) if html is not None else ""
         write_files((json, report.as_json(results, settings)), (html, page))
         if broken is not None:
             raise broken
-    raise typer.Exit(130 if interrupted else 0 if all(one.winner is not None for one in results) else 1)
+    raise typer.Exit(130 if interrupted else 0 if all(one.winner is not None for one in finished) else 1)
 
 
 def _writable(folder: Path) -> None:
-    """`OSError` for a folder of config files that cannot be made or written, before minutes of work."""
-    import os
-
-    present = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if not present.is_dir() or not os.access(present, os.W_OK):
-        raise OSError(f"config files cannot be written to {folder}; choose a folder with --out")
+    """`OSError` for a folder of config files that cannot be made or written, before minutes of work; it is tried, and
+    nothing is left behind."""
+    absent: list[Path] = []
+    try:
+        absent += [one for one in (folder, *folder.parents) if not one.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        why = error.strerror or error
+        raise OSError(f"config files cannot be written to {folder}: {why}; choose a folder with --out") from None
+    finally:
+        for one in absent:
+            with suppress(OSError):
+                one.rmdir()
 
 
 def _npu_there(name: str) -> None:

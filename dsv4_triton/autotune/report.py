@@ -55,6 +55,13 @@ def roofline(one: Found) -> float | None:
     return minimum_seconds(case.minimum(family), family) * 1e6 if family.speed else None
 
 
+def outcome(one: Found) -> str:
+    """What is different in the winner, or why there is none."""
+    if one.winner is not None:
+        return difference(one.winner.config, one.default.config)
+    return f"{one.default.fate}: {one.default.message[:200]}" if one.finished else "not finished, nothing was written"
+
+
 def table(found: Sequence[Found], settings: Settings) -> Any:
     """A rich table, a line for each kernel and size."""
     from rich.table import Table
@@ -72,7 +79,7 @@ def table(found: Sequence[Found], settings: Settings) -> Any:
         result.add_row(
             one.target.space.name, one.target.case.name, str(len(one.verdicts)), _number(default.microseconds),
             _number(winner.microseconds) if winner else "", f"{one.gain:.2f}", "" if least is None else _number(least),
-            Text(difference(winner.config, default.config) if winner else f"{default.fate}: {default.message[:90]}"),
+            Text(outcome(one)),
         )  # fmt: skip
     return result
 
@@ -84,6 +91,8 @@ def _number(value: float) -> str:
 def summary(found: Sequence[Found], settings: Settings) -> str:
     """Sentences under the table."""
     better = sum(one.gain > 1.0 for one in found)
+    unfinished = sum(not one.finished for one in found)
+    count = f"{len(found)} kernels and sizes{f', {unfinished} of them not finished' if unfinished else ''}"
     tries = sum(len(one.verdicts) for one in found)
     gone = rejections(found)
     reasons = "; ".join(f"{n} {FATES.get(fate, 'dropped, as they cannot fit')}" for fate, n in gone.most_common())
@@ -93,7 +102,7 @@ def summary(found: Sequence[Found], settings: Settings) -> str:
         else "by the estimate of docs/cost_model.md; nothing ran on a device"
     )
     return (
-        f"{len(found)} kernels and sizes, {tries} tries, {better} with a better configuration than the default; "
+        f"{count}, {tries} tries, {better} with a better configuration than the default; "
         f"geometric mean of the gains {mean_gain(found):.3f} {kind}.\nNot counted: {reasons or 'none'}."
     )
 
@@ -104,8 +113,8 @@ def as_json(found: Sequence[Found], settings: Settings) -> str:
         {
             "kernel": one.target.space.name, "key": one.target.bucketed, "case": str(one.target.case),
             "default": one.default.config, "winner": one.winner.config if one.winner else None, "gain": one.gain,
-            "note": one.note, "roofline_microseconds": roofline(one), "configurations": one.space,
-            "dropped": one.dropped,
+            "finished": one.finished, "note": one.note, "roofline_microseconds": roofline(one),
+            "configurations": one.space if one.finished else None, "dropped": one.dropped if one.finished else None,
             "tries": [{k: v for k, v in _clean(asdict(verdict)).items() if k != "parts"} for verdict in one.verdicts],
         }
         for one in found
@@ -141,10 +150,9 @@ def _rows(group: Sequence[Found]) -> str:
     rows = ["".join(f"<th>{head}</th>" for head in heads)]
     for one in group:
         reasons = ", ".join(f"{n} {fate}" for fate, n in rejections([one]).most_common())
-        changed = difference(one.winner.config, one.default.config) if one.winner else one.default.message[:200]
         best = one.winner.microseconds if one.winner else float("nan")
-        cells = (one.target.case.name, _number(one.default.microseconds), _number(best), f"{one.gain:.3f}", changed,
-                 reasons)  # fmt: skip
+        cells = (one.target.case.name, _number(one.default.microseconds), _number(best), f"{one.gain:.3f}",
+                 outcome(one), reasons)  # fmt: skip
         rows.append("".join(f"<td>{html.escape(cell)}</td>" for cell in cells))
     return "<table>" + "".join(f"<tr>{row}</tr>" for row in rows) + "</table>"
 

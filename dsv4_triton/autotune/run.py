@@ -170,6 +170,9 @@ class Journal:
     def get(self, target: Target, config: Mapping[str, Any]) -> Verdict | None:
         return self.known.get(_at(target), {}).get(_name(config))
 
+    def all_of(self, target: Target) -> list[Verdict]:
+        return list(self.known.get(_at(target), {}).values())
+
 
 def _at(target: Target) -> str:
     return f"{target.name} in {target.case}"
@@ -194,7 +197,8 @@ def run(
     called with what is being tried, and with the result of a target when it is there.
 
     The end of the time leaves what was found; so does KeyboardInterrupt, which is raised again, and `DeviceLostError`
-    when the device is gone. `BusyError` when another process tunes the family, `ConfigFileError` for a file of
+    when the device is gone. Then `progress` is given the tries of the target that was being tuned, of which nothing is
+    written or returned. `BusyError` when another process tunes the family, `ConfigFileError` for a file of
     `settings.folder` that cannot be merged into.
     """
     journal = Journal(settings)
@@ -209,11 +213,15 @@ def run(
             try:
                 own = _own(target, settings)
                 found = search(target, _seeds(target), evaluate, settings.tries, own=own, fixed=settings.fixed)
-            except OutOfTimeError:
-                break
-            _choose(found, settings, journal)
+                _choose(found, settings, journal)
+                _write(found, settings)
+            except BaseException as error:
+                if tried := journal.all_of(target):
+                    progress(number, str(target), Found(target, tried, finished=False))
+                if isinstance(error, OutOfTimeError):
+                    break
+                raise
             done.append(found)
-            _write(found, settings)
             progress(number + 1, str(target), found)
     finally:
         journal.close()
@@ -373,4 +381,4 @@ def _write(found: Found, settings: Settings) -> None:
             versions=versions(),
         ),
     )  # fmt: skip
-    store.write(settings.folder, target.family.name, target.space.name, [entry])
+    found.file = store.write(settings.folder, target.family.name, target.space.name, [entry])

@@ -8,6 +8,7 @@ import pkgutil
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -32,18 +33,23 @@ class OutOfTimeError(Exception):
 @dataclass
 class Found:
     """What trying one target gave. `verdicts` are in the order of trying, the default's first; `dropped` configurations
-    cannot fit by arithmetic, `space` is how many there are. `note` says why the winner was not written."""
+    cannot fit by arithmetic, `space` is how many there are. `file` has the winner, or `note` says why none has. Of what
+    is not `finished`, as the run ended in its midst, there are only the tries that ended."""
 
     target: Target
     verdicts: list[Verdict] = field(default_factory=list)
     winner: Verdict | None = None
+    file: Path | None = None
     note: str = ""
     space: int = 0
     dropped: int = 0
+    finished: bool = True
 
     @property
     def default(self) -> Verdict:
-        return self.verdicts[0]
+        config = self.target.default
+        ended = (one for one in self.verdicts if one.config == config)
+        return next(ended, Verdict(config, "unfinished", "the run ended before this try did"))
 
     @property
     def gain(self) -> float:

@@ -49,6 +49,7 @@ def tune(*arguments: str) -> Result:
         (["--family", "a2", "--kernel", "muls_add", "--mode", "device"], "--mode offline"),
         (["--family", "a2", "--kernel", "muls_add", "--json", "/nowhere/x.json"], "cannot be written"),
         (["--family", "a2", "--kernel", "muls_add", "--out", "/dev/null/x"], "choose a folder with --out"),
+        (["--family", "a2", "--kernel", "muls_add", "--out", "/proc/x"], "written to /proc/x/a2: No such file or"),
         (["show", "--family", "a9"], "There are: a2, a3, a5, host"),
         (["show", "--kernel", "nope"], "muls_add"),
         (["verify", "--family", "host"], "nothing to verify"),
@@ -80,6 +81,7 @@ def test_a_run_writes_files_and_reports(folder: Path, tmp_path: Path, monkeypatc
     assert found["kind"] == "estimate" and found["family"] == "a2" and len(tries) == 12
     assert found["rejected"] == {"fallback": 1} and tries[0]["config"] == found["results"][0]["default"]
     assert found["results"][0]["roofline_microseconds"] <= min(t["microseconds"] for t in tries if t["fate"] == "ok")
+    assert "config files: " in result.output
     text = page.read_text()
     assert text.count("data:image/png;base64,") == 1 and "http" not in text
     (entry,) = store.read(store.path(folder, "a2", "muls_add"), "a2", "muls_add")
@@ -89,7 +91,22 @@ def test_a_run_writes_files_and_reports(folder: Path, tmp_path: Path, monkeypatc
 
 def test_no_time_at_all_leaves_everything_for_later(folder: Path) -> None:
     result = tune("--family", "a2", "--kernel", "muls_add", "--case", "flash/decode/b16", "--budget", "0")
-    assert "1 of 1 are left" in result.output and not folder.exists()
+    assert "1 of 1 are left" in result.output and not folder.exists() and "config files: " not in result.output
+
+
+def test_a_folder_is_tried_before_anything_else(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its permissions alone a link to nowhere could be written to."""
+    monkeypatch.setattr(runs, "try_all", lambda *_, **__: pytest.fail("it began"))
+    place, taken = tmp_path / "place", tmp_path / "taken"
+    place.symlink_to(tmp_path / "nowhere")
+    taken.mkdir()
+    (taken / "a2").write_text("")
+    for out, names in ((place, "place/a2"), (taken, "taken/a2")):
+        result = tune("--family", "a2", "--kernel", "muls_add", "--case", "flash/decode/b16", "--out", str(out))
+        says = f"error: config files cannot be written to {tmp_path / names}: "
+        assert result.exit_code == 2 and says in result.output
+        assert result.output.endswith("; choose a folder with --out\n")
+    assert not (tmp_path / "nowhere").exists() and (taken / "a2").read_text() == ""
 
 
 def test_pictures_need_matplotlib(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +139,8 @@ def test_a_file_that_breaks_meanwhile_leaves_the_report(
     cases = ["--case", "flash/decode/b1", "--case", "flash/decode/b16"]
     result = tune("--family", "a2", "--kernel", "muls_add", *cases, "--tries", "1", "--json", str(data))
     assert result.exit_code == 2 and f"error: {file}: cannot be read" in result.output
-    assert "1 of 2 are left" in result.output and len(json.loads(data.read_text())["results"]) == 1
+    results = json.loads(data.read_text())["results"]
+    assert "1 of 2 are left" in result.output and [one["finished"] for one in results] == [True, False]
 
 
 @pytest.mark.parametrize(("seconds", "left"), [(inf, "left -:--:--"), (90.5, "left 0:01:30")])
@@ -142,6 +160,35 @@ def test_an_interrupted_run_reports_and_says_so(folder: Path, monkeypatch: pytes
     monkeypatch.setattr(runs, "try_all", interrupted)
     result = tune("--family", "a2", "--kernel", "muls_add", "--case", "flash/decode/b16")
     assert result.exit_code == 130 and "1 of 1 are left" in result.output and not folder.exists()
+    assert "0 kernels and sizes, 0 tries" in result.output and "config files: " not in result.output
+
+
+def test_an_interrupted_kernel_is_reported_with_its_tries(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that ended, and that it is not finished; nothing is written for it."""
+    began: list[int] = []
+
+    def interrupted(tries: Any, mode: str, *, done: Any, **_: Any) -> None:
+        for index, (one, config) in enumerate(tries):
+            began.append(index)
+            if len(began) == 4:
+                raise KeyboardInterrupt
+            fate = "ok" if config == one.default else "memory"
+            done(index, Verdict(dict(config), fate, "UB", 8.0))
+
+    monkeypatch.setattr(runs, "try_all", interrupted)
+    data, page = tmp_path / "run.json", tmp_path / "run.html"
+    run = ["--family", "a2", "--kernel", "muls_add", "--case", "flash/decode/b16"]
+    result = tune(*run, "--json", str(data), "--html", str(page))
+    said = " ".join(result.output.split())
+    assert result.exit_code == 130 and "1 kernels and sizes, 1 of them not finished, 3 tries" in said
+    assert "not finished, nothing was written" in said and "2 did not fit the memories" in said
+    assert "1 of 1 are left" in said and "config files: " not in said and not folder.exists()
+    (one,) = json.loads(data.read_text())["results"]
+    assert [verdict["fate"] for verdict in one["tries"]] == ["ok", "memory", "memory"]
+    assert one["finished"] is False and one["winner"] is None and one["configurations"] is None
+    assert "not finished, nothing was written" in page.read_text()
 
 
 def test_a_lost_device_leaves_files_and_report_of_what_was_found(

@@ -270,6 +270,23 @@ def test_a_short_search_keeps_what_is_on_file(
     assert entry.config == {"BLOCK": 24, "multibuffer": None}
 
 
+def test_what_the_nearest_sizes_have_is_tried_before_the_space(
+    settings: Settings, made: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of this family alone; what other families have for the very sizes goes before it."""
+    log = fake(monkeypatch, good)
+    near, other = {"BLOCK": 24, "multibuffer": False}, {"BLOCK": 32, "multibuffer": False}
+    store.write(settings.folder, "host", "made", [replace(on_file(8), key={"tokens": 4, "width": 96}, config=near)])
+    store.write(settings.folder, "a3", "made", [replace(on_file(8), key={"tokens": 2, "width": 96}, config=other)])
+    runs.run([here(made)], replace(settings, tries=3), lambda *_: None)
+    default = here(made).default
+    assert log == [default, near, {**default, "BLOCK": 16}]
+    log.clear()
+    store.write(settings.folder, "a3", "made", [replace(on_file(8), config=other)])
+    runs.run([here(made)], replace(settings, tries=3), lambda *_: None)
+    assert log == [default, other, near]
+
+
 def test_time_that_ends_before_what_is_on_file_was_tried_changes_nothing(
     settings: Settings, made: Space, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,6 +342,27 @@ def test_ctrl_c_keeps_what_is_done(
     log.clear()
     resumed = Settings(HOST, "offline", folder, jobs=1, resume=True)
     assert len(runs.run(both, resumed, lambda *_: None)) == 2 and len(log) == 6, "two of the second were kept"
+
+
+def test_what_ends_before_its_default_is_reported(
+    settings: Settings, made: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is on file is tried with the default and may end before it."""
+
+    def try_all(tries: Any, mode: str, *, done: Any, **_: Any) -> None:
+        done(1, good(dict(tries[1][1])))
+
+    monkeypatch.setattr(runs, "try_all", try_all)
+    ended: list[bool] = []
+    monkeypatch.setattr(runs._Evaluate, "late", property(lambda self: bool(ended)))
+    monkeypatch.setattr(runs._Evaluate, "note", lambda self, verdict: ended.append(True))
+    store.write(settings.folder, "host", "made", [on_file(24)])
+    said: list[runs.Found] = []
+    assert runs.run([here(made)], settings, lambda done, what, found: said.extend([found] if found else [])) == []
+    (partial,) = said
+    assert [one.config["BLOCK"] for one in partial.verdicts] == [24] and not partial.finished and not partial.file
+    assert partial.default.config["BLOCK"] == 8 and partial.default.fate == "unfinished" and partial.gain == 1.0
+    assert "not finished" in report.summary(said, settings) and report.table(said, settings).row_count == 1
 
 
 def test_the_end_of_the_time_ends_a_round(settings: Settings, made: Space, monkeypatch: pytest.MonkeyPatch) -> None:
