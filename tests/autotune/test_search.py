@@ -275,16 +275,12 @@ def test_what_the_nearest_sizes_have_is_tried_before_the_space(
 ) -> None:
     """Of this family alone; what other families have for the very sizes goes before it."""
     log = fake(monkeypatch, good)
-    near, other = {"BLOCK": 24, "multibuffer": False}, {"BLOCK": 32, "multibuffer": False}
-    store.write(settings.folder, "host", "made", [replace(on_file(8), key={"tokens": 4, "width": 96}, config=near)])
-    store.write(settings.folder, "a3", "made", [replace(on_file(8), key={"tokens": 2, "width": 96}, config=other)])
-    runs.run([here(made)], replace(settings, tries=3), lambda *_: None)
-    default = here(made).default
-    assert log == [default, near, {**default, "BLOCK": 16}]
-    log.clear()
-    store.write(settings.folder, "a3", "made", [replace(on_file(8), config=other)])
-    runs.run([here(made)], replace(settings, tries=3), lambda *_: None)
-    assert log == [default, other, near]
+    near, other, neither = ({"BLOCK": block, "multibuffer": False} for block in (24, 32, 16))
+    for family, tokens, config in (("host", 4, near), ("a3", 1, other), ("a2", 2, neither)):
+        entry = replace(on_file(8), key={"tokens": tokens, "width": 96}, config=config)
+        store.write(settings.folder, family, "made", [entry])
+    runs.run([here(made)], replace(settings, tries=4), lambda *_: None)
+    assert log == [here(made).default, other, near, {"BLOCK": 16, "multibuffer": None}]
 
 
 def test_time_that_ends_before_what_is_on_file_was_tried_changes_nothing(
