@@ -9,13 +9,17 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from functools import cache
 from math import isnan
 from statistics import geometric_mean
 from typing import Any
 
+import torch
+
 from dsv4_triton.autotune.run import Settings, chip, versions
 from dsv4_triton.autotune.search import Found, spaces_of
 from dsv4_triton.autotune.trials import difference
+from dsv4_triton.bench.measure import Machine, measure_machine
 from dsv4_triton.bench.results import recorded
 from dsv4_triton.compiler.cost.estimate import minimum_seconds
 
@@ -49,10 +53,17 @@ def rejections(found: Iterable[Found]) -> Counter[str]:
     return +counted
 
 
-def roofline(one: Found) -> float | None:
-    """Microseconds that the case takes at least by memory and cubes alone; None on the host."""
-    family, case = one.target.family, one.target.case
-    return minimum_seconds(case.minimum(family), family) * 1e6 if family.speed else None
+@cache
+def machine() -> Machine:
+    """What this machine's processor reaches, measured when first asked for: the roofline of the host."""
+    return measure_machine(torch.device("cpu"))
+
+
+def roofline(one: Found) -> float:
+    """Microseconds that the case takes at least by memory and products alone."""
+    family = one.target.family
+    least = one.target.case.minimum(family)
+    return (minimum_seconds(least, family) if family.speed else machine().seconds(least)) * 1e6
 
 
 def outcome(one: Found) -> str:
@@ -74,11 +85,10 @@ def table(found: Sequence[Found], settings: Settings) -> Any:
         result.add_column(heading, justify="left" if heading in ("kernel", "case") else "right", overflow="fold")
     result.add_column("what changed", overflow="fold", ratio=1)
     for one in found:
-        least = roofline(one)
         winner, default = one.winner, one.default
         result.add_row(
             one.target.space.name, one.target.case.name, str(len(one.verdicts)), _number(default.microseconds),
-            _number(winner.microseconds) if winner else "", f"{one.gain:.2f}", "" if least is None else _number(least),
+            _number(winner.microseconds) if winner else "", f"{one.gain:.2f}", _number(roofline(one)),
             Text(outcome(one)),
         )  # fmt: skip
     return result
@@ -172,9 +182,7 @@ def _picture(group: Sequence[Found], settings: Settings) -> str:
                       label="default" if first else None)  # fmt: skip
         if one.winner is not None:
             axes.plot(column, one.winner.microseconds, "*", color="tab:green", ms=9, label="winner" if first else None)
-        least = roofline(one)
-        if least:
-            axes.hlines(least, column - 0.35, column + 0.35, color="tab:red", label="roofline" if first else "")
+        axes.hlines(roofline(one), column - 0.35, column + 0.35, color="tab:red", label="roofline" if first else "")
     axes.set_yscale("log")
     axes.set_ylabel(f"{settings.kind}, us")
     axes.set_xticks(range(len(group)), [one.target.case.name for one in group], rotation=30, ha="right", fontsize=7)

@@ -13,16 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from dsv4_triton.autotune import report, shipped, store
 from dsv4_triton.autotune import run as runs
-from dsv4_triton.autotune import shipped, store
 from dsv4_triton.autotune.store import Entry, Found
 from dsv4_triton.autotune.trials import Target, Verdict, try_all
+from dsv4_triton.bench.measure import Machine
+from dsv4_triton.bench.registry import select
 from dsv4_triton.cli import app
 from dsv4_triton.compiler.ascend import tools
 from dsv4_triton.console import progress_bar
+from dsv4_triton.device import HOST
 
 ENTRY = Entry(
     {"elements": 4096, "x": "float32", "y": "bfloat16"},
@@ -87,6 +91,38 @@ def test_a_run_writes_files_and_reports(folder: Path, tmp_path: Path, monkeypatc
     (entry,) = store.read(store.path(folder, "a2", "muls_add"), "a2", "muls_add")
     assert entry.found.case == "muls_add flash/decode/b16" and entry.found.versions["triton-ascend"] != "0.1"
     assert tune("verify", "--family", "a2", "--kernel", "muls_add").exit_code == 0
+
+
+def test_a_run_on_the_host_has_this_machines_limit(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the table, the JSON and the picture; measured once, and not before there is something to report."""
+    tried, measured, drawn = list[object](), list[object](), list[float]()
+
+    def try_all(tries: Any, mode: str, *, done: Any, **_: Any) -> None:
+        assert not measured
+        tried.extend(tries)
+        for index, (_, config) in enumerate(tries):
+            done(index, Verdict(dict(config), "ok", "", 50.0))
+
+    def measure(device: torch.device) -> Machine:
+        measured.append(device)
+        return Machine(1e9, {"float32": 1e12})
+
+    monkeypatch.setattr(runs, "try_all", try_all)
+    monkeypatch.setattr(report, "measure_machine", measure)
+    monkeypatch.setattr("matplotlib.axes.Axes.hlines", lambda self, y, *_, **__: drawn.append(y))
+    report.machine.cache_clear()
+    data, page = tmp_path / "run.json", tmp_path / "run.html"
+    run = ["--family", "host", "--kernel", "muls_add", "--case", "demo/decode/b5", "--tries", "2"]
+    result = tune(*run, "--json", str(data), "--html", str(page))
+    report.machine.cache_clear()
+    (case,) = select(kernel="muls_add", case="demo/decode/b5")
+    least = case.minimum(HOST).bytes / 1e9 * 1e6
+    assert result.exit_code == 0 and tried and measured == [torch.device("cpu")]
+    (one,) = json.loads(data.read_text())["results"]
+    assert one["roofline_microseconds"] == pytest.approx(least) and drawn == [pytest.approx(least)]
+    assert f"{least:.4g}" in result.output.split()
 
 
 def test_no_time_at_all_leaves_everything_for_later(folder: Path) -> None:

@@ -19,6 +19,7 @@ from dsv4_triton.autotune.run import BusyError, Settings
 from dsv4_triton.autotune.search import OutOfTimeError, asked, launched, named, search, targets
 from dsv4_triton.autotune.space import UNCOUNTED, Space
 from dsv4_triton.autotune.trials import Target, Verdict
+from dsv4_triton.bench.measure import Machine
 from dsv4_triton.bench.registry import RegistryError, ops, select
 from dsv4_triton.bench.run import DeviceLostError
 from dsv4_triton.device import A2, HOST, Family
@@ -221,6 +222,7 @@ def test_a_case_that_is_named_needs_no_model() -> None:
 @pytest.fixture
 def settings(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     monkeypatch.setenv("DSV4_TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(report, "machine", lambda: Machine(1e10, {"float32": 1e11}))
     return Settings(HOST, "offline", folder, jobs=1)
 
 
