@@ -174,8 +174,11 @@ class Space:
         """ "" or what `config` has that no search for these sizes chooses: other names, types or values. A default of
         None says nothing of a type, options of the compiler may be left out, and of two truths either may be told."""
         default = self.computed(family, key)
-        if config.keys() != default.keys():
-            return f"has {', '.join(config)}, expected {', '.join(default)}"
+        lacking = [name for name in default if name not in config]
+        unknown = [name for name in config if name not in default]
+        if lacking or unknown:
+            names = {"lacks": ", ".join(lacking), "has unknown": ", ".join(unknown)}
+            return " and ".join(f"{verb} {which}" for verb, which in names.items() if which)
         choices = self.candidates(family, key)
         for name, value in config.items():
             usual = default[name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -17,7 +17,7 @@ from dsv4_triton.autotune import report, store
 from dsv4_triton.autotune import run as runs
 from dsv4_triton.autotune.run import BusyError, Settings
 from dsv4_triton.autotune.search import OutOfTimeError, asked, launched, named, search, targets
-from dsv4_triton.autotune.space import UNCOUNTED, Space
+from dsv4_triton.autotune.space import DECLARED, UNCOUNTED, Space
 from dsv4_triton.autotune.trials import Target, Verdict
 from dsv4_triton.bench.measure import Machine
 from dsv4_triton.bench.registry import RegistryError, ops, select
@@ -55,20 +55,18 @@ def test_what_cannot_fit_is_never_tried(made: Space) -> None:
 
 
 def test_large_spaces_vary_one_parameter_at_a_time(made: Space) -> None:
-    space = Space(
-        "large", default=lambda f, k: {"A": 1, "B": 1, "C": 1}, buckets=(),
-        candidates=lambda f, k: dict.fromkeys("ABC", (1, 2, 3, 4)),
-    )  # fmt: skip
+    made.default, made._fits = lambda f, k: {"A": 1, "B": 1, "C": 1}, None
+    made.candidates = lambda f, k: dict.fromkeys("ABC", (1, 2, 3, 4))
     log: list[dict[str, Any]] = []
-    found = search(target(space), [], timed(lambda c: 100.0 - 10 * c["A"] - 3 * c["B"] + c["C"], log))
+    found = search(target(made), [], timed(lambda c: 100.0 - 10 * c["A"] - 3 * c["B"] + c["C"], log))
     assert found.ranked()[0].config == {"A": 4, "B": 4, "C": 1}
     assert len(log) < 24 and len({str(c) for c in log}) == len(log), "nothing twice"
 
 
 @pytest.fixture
-def waits(made: Space) -> Space:
+def waits() -> Iterator[Space]:
     """A kernel with tile sizes and three options; the cost model counts nothing of two of them."""
-    return Space(
+    yield Space(
         "waits", buckets=(),
         default=lambda f, k: {"A": 2, "B": 2, **dict.fromkeys(("multibuffer", *sorted(UNCOUNTED)))},
         candidates=lambda f, k: {
@@ -76,6 +74,7 @@ def waits(made: Space) -> Space:
             "set_workspace_multibuffer": (None, 2, 8),
         },
     )  # fmt: skip
+    del DECLARED["waits"]
 
 
 def test_an_estimate_is_not_asked_about_what_it_does_not_count(waits: Space) -> None:

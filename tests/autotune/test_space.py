@@ -93,7 +93,9 @@ def test_parameters_of_a_smaller_bucket_are_for_a_whole_bucket(folder: Path, mad
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"TILE": 32}, "has TILE, multibuffer, expected BLOCK, multibuffer"),
+        ({"TILE": 32}, "lacks BLOCK and has unknown TILE;"),
+        ({"multibuffer": None}, "lacks BLOCK;"),
+        ({"BLOCK": 8, "multibuffer": None, "TILE": 32, "unit_flag": True}, "has unknown TILE, unit_flag;"),
         ({"BLOCK": "32", "multibuffer": None}, "has BLOCK '32', expected the kind of 16"),
         ({"BLOCK": None, "multibuffer": None}, "has BLOCK None, expected the kind of 16"),
         ({"BLOCK": True, "multibuffer": None}, "has BLOCK True, expected the kind of 16"),

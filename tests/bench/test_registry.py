@@ -221,7 +221,9 @@ def test_select() -> None:
         ({"kernel": "hc_pots"}, r"unknown kernel 'hc_pots'; did you mean 'hc_post'\? There are: compressor_fold, "),
         ({"model": "flahs"}, r"unknown model 'flahs'; did you mean 'flash'\? There are: flash, pro, demo"),
         ({"kernel": "muls_add", "case": "flash/decode/b3"}, r"unknown case 'flash/decode/b3'.*flash/decode/b16"),
-        ({"model": "pro", "case": "demo/*"}, r"unknown case 'demo/\*'"),
+        ({"model": "pro", "case": "demo/*"}, r"^there is no case 'demo/\*' of model pro, only of demo$"),
+        ({"kernel": "muls_add", "case": "*/c4"}, r"^there is no case '\*/c4' of kernel muls_add, only of comp"),
+        ({"kernel": "muls_add", "model": "pro", "case": "flash/*/c4"}, r"'flash/\*/c4' of model pro, only of flash$"),
     ],
 )
 def test_unknown_names_list_what_exists(wanted: dict, message: str) -> None:

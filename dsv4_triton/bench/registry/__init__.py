@@ -70,19 +70,25 @@ def select(
     Without a model or a name the demo cases are included. Steps between those that are reported are left out unless
     `between` asks for them or a name that is no pattern is that of one. `RegistryError` for what does not exist.
     """
-    found = [c for c in cases() if between or not c.step.between or c.name in _several(case or ())]
-    if kernel is not None:
-        wanted = _known("kernel", _several(kernel), ops())
-        found = [c for c in found if c.op in wanted]
+    found = every = [c for c in cases() if between or not c.step.between or c.name in _several(case or ())]
     if model is not None:
         wanted = _known("model", _several(model), tuple(MODELS))
         found = [c for c in found if c.model in wanted]
+    of_models = found
+    if kernel is not None:
+        wanted = _known("kernel", _several(kernel), ops())
+        found = [c for c in found if c.op in wanted]
     if case is not None:
         names = tuple(dict.fromkeys(c.name for c in found))
         patterns = _several(case)
         for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in names):
-                raise RegistryError(unknown("case", pattern, names))
+            if any(fnmatchcase(name, pattern) for name in names):
+                continue
+            if others := {c.op: None for c in of_models if fnmatchcase(c.name, pattern)}:
+                raise RegistryError(_elsewhere(pattern, "kernel", _several(kernel or ()), others))
+            if others := {c.model: None for c in every if fnmatchcase(c.name, pattern)}:
+                raise RegistryError(_elsewhere(pattern, "model", _several(model or ()), others))
+            raise RegistryError(unknown("case", pattern, names))
         found = [c for c in found if any(fnmatchcase(c.name, pattern) for pattern in patterns)]
     return found
 
@@ -96,6 +102,10 @@ def _known(kind: str, names: list[str], existing: tuple[str, ...]) -> set[str]:
         if name not in existing:
             raise RegistryError(unknown(kind, name, existing))
     return set(names)
+
+
+def _elsewhere(pattern: str, kind: str, asked: list[str], others: Iterable[str]) -> str:
+    return f"there is no case {pattern!r} of {kind} {', '.join(asked)}, only of {', '.join(others)}"
 
 
 def unknown(kind: str, name: str, existing: Iterable[str]) -> str:
