@@ -254,7 +254,7 @@ def show(
     family: FamilyNames = None,
     kernel: Listed = None,
     gains: Annotated[
-        bool, typer.Option("--gains", help="One line a kernel: how many sizes, and what the defaults and winners take.")
+        bool, typer.Option("--gains", help="One line a kernel: how many sizes, how many winners, what its op takes.")
     ] = False,
     json: Annotated[File, typer.Option(metavar="FILE", help="Write it to FILE as JSON too.")] = None,
 ) -> None:
@@ -269,7 +269,7 @@ def show(
         refuse_unwritable((json,))
         families, kernels = _families(family), _kernels(kernel)
         found, problems = shipped.lines(families, kernels)
-        sums = shipped.gains(found)
+        sums = shipped.gains(found) if gains or json is not None else []
         console.print(listing.gains_table(sums) if gains else listing.entries_table(found))
         for problem in problems:
             print_error(console, problem, "not used")
@@ -279,8 +279,12 @@ def show(
                 said = f"{name}: no entry for {without}; where the family launches them, it is with computed defaults"
                 print_line(console, said)
         outdated = sum(bool(line.old) for line in found)
-        print_line(console, f"{len(found)} entries, {outdated} outdated; the user's folder is {store.user_folder()}")
-        rows = [{**asdict(line), "folder": str(line.folder), "old": line.old} for line in found]
+        try:
+            folder = f"the user's folder is {store.user_folder()}"
+        except store.NoFolderError as error:
+            folder = str(error)
+        print_line(console, f"{len(found)} entries, {outdated} outdated; {folder}")
+        rows = [{**asdict(line), "folder": str(line.folder)} for line in found]
         write_files((json, {"entries": rows, "gains": [asdict(one) for one in sums], "problems": problems}))
     raise typer.Exit(1 if problems else 0)
 
@@ -315,6 +319,9 @@ def verify(
         if not found and not problems:
             raise ValueError("there is nothing to verify: no config file has an entry for this")
         checked, lost = shipped.targets_of(line for line in found if not line.hidden)
+        lost += [
+            (line, why) for target, line in checked if (why := shipped.changed_default(line.entry, target.default))
+        ]
         problems += [f"{line.family} {line.kernel} {line.entry.key}: {why}" for line, why in lost]
         for arch in {target.family.arch for target, _ in checked} - {""}:
             tools_for(arch)

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dsv4_triton.autotune import store
-from dsv4_triton.autotune.shipped import Gain, Line
+from dsv4_triton.autotune.shipped import ALL, Gain, Line
 from dsv4_triton.autotune.trials import difference
 
 
@@ -30,12 +30,13 @@ def entries_table(lines: Iterable[Line]) -> Table:
 
 
 def gains_table(gains: Iterable[Gain]) -> Table:
-    """One line a kernel; times are sums over its sizes."""
-    table = _plain_table(("family", "kernel", "kind", "sizes", "winners", "defaults us", "winners us", "mean gain"))
+    """One line a kernel; times are those of its op, summed over the sizes."""
+    headings = "family", "kernel", "kind", "sizes", "winners", "op us, default", "op us, best", "mean gain"
+    table = _plain_table(headings)
     for one in gains:
         cells = one.family, one.kernel, one.kind, f"{one.entries}", f"{one.winners}"
-        times = f"{one.default_microseconds:.5g}", f"{one.microseconds:.5g}", f"{one.gain:.3f}"
-        table.add_row(*map(Text, (*cells, *times)), end_section=one.kernel == "all")
+        times = ("" if time is None else f"{time:.5g}" for time in (one.default_microseconds, one.microseconds))
+        table.add_row(*map(Text, (*cells, *times, f"{one.gain:.3f}")), end_section=one.kernel == ALL)
     return table
 
 

@@ -364,7 +364,7 @@ def _write(found: Found, settings: Settings) -> None:
     if winner is None:
         return
     if settings.kind == "estimate":
-        for folder in store.folders() if settings.folder == store.user_folder() else (settings.folder,):
+        for folder in store.folders() if settings.folder == store.folders()[0] else (settings.folder,):
             present = store.entry_in(folder, target.family.name, target.space.name, target.bucketed)
             if present and present.found.kind == "measured":
                 file = store.path(folder, target.family.name, target.space.name)

@@ -9,39 +9,65 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
+import torch
+
 from dsv4_triton.autotune import store
 from dsv4_triton.autotune.run import versions
 from dsv4_triton.autotune.search import asked, check_cases, spaces
-from dsv4_triton.autotune.space import Asked
+from dsv4_triton.autotune.space import Asked, Space
 from dsv4_triton.autotune.store import ConfigFileError, Entry
-from dsv4_triton.autotune.trials import Mode, Target, Verdict, check_on_host, try_all
+from dsv4_triton.autotune.trials import Mode, Target, Verdict, check_on_host, difference, try_all
 from dsv4_triton.bench.registry import cases as all_cases
-from dsv4_triton.device import FAMILIES, HOST
+from dsv4_triton.device import FAMILIES, HOST, Family
 
 _DECIDE = ("triton-ascend", "ascendnpu-ir")
 """Packages whose version decides what a configuration is worth."""
+ALL = "all listed"
+"""The name of what the listed kernels gave together."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One entry of a file, and where it is. `hidden`: the user's folder has one of the same key."""
+    """One entry of a file, and where it is.
+
+    hidden: the user's folder has one of the same key.
+    old: what has changed since it was found, "" when nothing has: packages with another version now, the computed
+        default, or a kernel that is gone.
+    """
 
     folder: Path
     family: str
     kernel: str
     entry: Entry
     hidden: bool = False
+    old: str = ""
 
-    @property
-    def old(self) -> str:
-        """What has changed since it was found: packages with another version now, or a kernel that is gone; "" when
-        nothing has."""
-        if self.kernel not in spaces():
-            return "there is no such kernel any more"
-        now, then = versions(), self.entry.found.versions
-        changed = [f"{name} {then.get(name, 'none')} -> {now.get(name, 'none')}" for name in _DECIDE
-                   if then.get(name) != now.get(name)]  # fmt: skip
-        return ", ".join(changed)
+
+def _changed(entry: Entry, family: Family, space: Space | None, now: Mapping[str, str]) -> str:
+    """`Line.old` of an entry, with the space of its kernel, and packages `now`."""
+    if space is None:
+        return "there is no such kernel any more"
+    then = entry.found.versions
+    changed = [f"{name} {then.get(name, 'none')} -> {now.get(name, 'none')}" for name in _DECIDE
+               if then.get(name) != now.get(name)]  # fmt: skip
+    try:
+        changed.append(changed_default(entry, space.computed(family, key_of(entry))))
+    except Exception:  # a default counts on what its launcher asks, and a file may hold any key
+        changed.append("no launch asks for its key")
+    return ", ".join(filter(None, changed))
+
+
+def key_of(entry: Entry) -> dict[str, Any]:
+    """The key of a launch that an entry is for: what in its key names a dtype, is that dtype."""
+    named = {name: getattr(torch, value, None) for name, value in entry.key.items() if isinstance(value, str)}
+    return entry.key | {name: dtype for name, dtype in named.items() if isinstance(dtype, torch.dtype)}
+
+
+def changed_default(entry: Entry, now: Mapping[str, Any]) -> str:
+    """ "" or what the default is `now` that was another when the entry was found. Then an entry that stands for the
+    default means what nobody tried, and a winner may be worse than it. What either does not name is None."""
+    changed = difference(dict.fromkeys(entry.default) | dict(now), entry.default)
+    return "" if changed == "default" else f"its default is now {changed}"
 
 
 def lines(families: Iterable[str], kernels: Sequence[str] = ()) -> tuple[list[Line], list[str]]:
@@ -49,9 +75,15 @@ def lines(families: Iterable[str], kernels: Sequence[str] = ()) -> tuple[list[Li
     found: dict[tuple[Any, ...], Line] = {}
     hidden: list[Line] = []
     problems = []
+    there, now = spaces(), versions()
     for family in families:
         for folder in store.folders():
-            for file in sorted((folder / family).glob("*.json")):
+            try:
+                files = store.files(folder, family)
+            except ConfigFileError as error:
+                problems.append(str(error))
+                continue
+            for file in files:
                 if kernels and file.stem not in kernels:
                     continue
                 try:
@@ -61,7 +93,8 @@ def lines(families: Iterable[str], kernels: Sequence[str] = ()) -> tuple[list[Li
                     continue
                 for entry in entries:
                     at = family, file.stem, entry.at
-                    line = Line(folder, family, file.stem, entry, hidden=at in found)
+                    old = _changed(entry, FAMILIES[family], there.get(file.stem), now)
+                    line = Line(folder, family, file.stem, entry, hidden=at in found, old=old)
                     if line.hidden:
                         hidden.append(line)
                     else:
@@ -72,37 +105,36 @@ def lines(families: Iterable[str], kernels: Sequence[str] = ()) -> tuple[list[Li
 @dataclass(frozen=True)
 class Gain:
     """What the entries of a kernel on a family gave that were found in one way: how many there are, how many of them
-    have a better configuration than the default, the sums of both times, and the geometric mean of the gains."""
+    have a better configuration than the default, the sums of both times of the op, and the geometric mean of the gains.
+    Kernels of one op have its whole time each, so over several there are no sums."""
 
     family: str
     kernel: str
     kind: str
     entries: int
     winners: int
-    default_microseconds: float
-    microseconds: float
+    default_microseconds: float | None
+    microseconds: float | None
     gain: float
 
 
 def gains(found: Iterable[Line]) -> list[Gain]:
-    """The gains by family, kernel and kind, and after those of a family and kind the one of all its kernels (`all`).
+    """The gains by family, kernel and kind, and after those of a family and kind the one of all of them (`ALL`).
     Entries that the user's folder hides do not count."""
     groups: dict[tuple[str, str, str], list[Entry]] = {}
     for line in found:
         if not line.hidden:
-            for kernel in line.kernel, "all":
+            for kernel in line.kernel, ALL:
                 groups.setdefault((line.family, line.entry.found.kind, kernel), []).append(line.entry)
     rows = []
-    for at in sorted(groups, key=lambda at: (at[0], at[1], at[2] == "all", at[2])):
+    for at in sorted(groups, key=lambda at: (at[0], at[1], at[2] == ALL, at[2])):
         (family, kind, kernel), entries = at, groups[at]
         results = [entry.found for entry in entries]
-        rows.append(
-            Gain(
-                family, kernel, kind, len(entries), sum(entry.config is not None for entry in entries),
-                sum(one.default_microseconds for one in results), sum(one.microseconds for one in results),
-                geometric_mean(one.gain for one in results),
-            )
-        )  # fmt: skip
+        sums = sum(one.default_microseconds for one in results), sum(one.microseconds for one in results)
+        default, best = (None, None) if kernel == ALL else sums
+        winners = sum(entry.config is not None for entry in entries)
+        mean = geometric_mean(one.gain for one in results)
+        rows.append(Gain(family, kernel, kind, len(entries), winners, default, best, mean))
     return rows
 
 
@@ -172,7 +204,7 @@ def exported(folder: Path, families: Sequence[str]) -> list[dict[str, Any]]:
     return [
         {"family": family, "kernel": source.stem, **asdict(entry)}
         for family in families
-        for source in sorted((folder / family).glob("*.json"))
+        for source in store.files(folder, family)
         for entry in store.read(source, family, source.stem)
     ]
 
@@ -194,7 +226,7 @@ def import_from(file: Path, folder: Path) -> dict[tuple[str, str], int]:
 
 
 def _known(raw: Mapping[str, Any], name: str, there: Mapping[str, Any], file: Path, i: int) -> str:
-    value = raw.get(name)
+    value = store.field_of(raw, name, str(file), f"entries[{i}].")
     if not isinstance(value, str) or value not in there:
         raise ConfigFileError(f"{file}: entries[{i}].{name} is {value!r}, expected one of {', '.join(sorted(there))}")
     return str(value)

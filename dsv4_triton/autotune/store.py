@@ -37,6 +37,8 @@ SCHEMA = 1
 SHIPPED = Path(__file__).parent / "configs"
 FOLDER = "DSV4_TRITON_CONFIG_DIR"
 KINDS = ("estimate", "measured")
+_LEAST, _MOST = 1e-9, 1e15
+"""Microseconds that can be a time: sums and quotients of them are finite."""
 
 
 class ConfigWarning(UserWarning):
@@ -45,6 +47,10 @@ class ConfigWarning(UserWarning):
 
 class ConfigFileError(ValueError):
     """What is wrong with a config file: the message names the file and the field."""
+
+
+class NoFolderError(ValueError):
+    """There is no folder for the user's config files."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ class Found:
     @property
     def gain(self) -> float:
         """How many times faster than the default it is."""
-        return self.default_microseconds / self.microseconds if self.microseconds else 1.0
+        return self.default_microseconds / self.microseconds
 
 
 @dataclass(frozen=True)
@@ -90,19 +96,24 @@ def _order(at: Iterable[tuple[str, Any]]) -> list[tuple[str, int, str]]:
 
 
 def user_folder() -> Path:
-    """Where `tune` writes and what serving reads before the shipped files."""
+    """Where `tune` writes and what serving reads before the shipped files; `NoFolderError` for a user without one."""
     chosen = os.environ.get(FOLDER)
     if chosen:
         return Path(chosen)
     base = os.environ.get("XDG_CONFIG_HOME")
-    return (Path(base) if base else Path.home() / ".config") / "dsv4_triton" / "configs"
+    try:
+        return (Path(base) if base else Path.home() / ".config") / "dsv4_triton" / "configs"
+    except RuntimeError:
+        raise NoFolderError(f"this user has no home: name a folder for config files with {FOLDER}") from None
 
 
 def hidden_by(family: str) -> str:
     """ "" or a sentence that names the user's folder, where its config files hide shipped entries of a family."""
-    folder = user_folder() / family
-    hides = user_folder() != SHIPPED and any(folder.glob("*.json"))
-    return f"{folder} hides shipped launch parameters" if hides else ""
+    folder = folders()[0]
+    with suppress(ConfigFileError):
+        if folder != SHIPPED and files(folder, family):
+            return f"{folder / family} hides shipped launch parameters"
+    return ""
 
 
 @contextmanager
@@ -122,8 +133,12 @@ def shipped_only() -> Iterator[None]:
 
 
 def folders() -> tuple[Path, ...]:
-    """The folders of config files, the first one first."""
-    return user_folder(), SHIPPED
+    """The folders of config files, the first one first, each once: the user's may be the shipped one or none."""
+    with suppress(NoFolderError):
+        user = user_folder()
+        if os.path.realpath(user) != os.path.realpath(SHIPPED):
+            return user, SHIPPED
+    return (SHIPPED,)
 
 
 def lookup(family: str, kernel: str, key: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -144,8 +159,10 @@ def nearby(family: str, kernel: str, key: Mapping[str, Any], sizes: Collection[s
     found = []
     for at, config in _table(family, kernel).items():
         there = dict(at)
-        if config and there != key and there.keys() == key.keys() and others(there) == others(key):
-            steps = sum(abs(log2(max(1, there[name])) - log2(max(1, key[name]))) for name in sizes if name in key)
+        sized = [name for name in sizes if name in key]
+        like = there.keys() == key.keys() and others(there) == others(key)
+        if config and there != key and like and all(isinstance(there[name], int) for name in sized):
+            steps = sum(abs(log2(max(1, there[name])) - log2(max(1, key[name]))) for name in sized)
             found.append((steps, config))
     ordered = [config for _, config in sorted(found, key=lambda one: one[0])]
     return [config for number, config in enumerate(ordered) if config not in ordered[:number]]
@@ -166,8 +183,8 @@ def _table(family: str, kernel: str) -> dict[tuple[tuple[str, Any], ...], dict[s
 
 def source(family: str, kernel: str, key: Mapping[str, Any]) -> Path:
     """The file that `lookup` has this key from: the user's where that has it, else the shipped one."""
-    first, second = folders()
-    return path(first if entry_in(first, family, kernel, key) else second, family, kernel)
+    holding = (folder for folder in folders() if entry_in(folder, family, kernel, key))
+    return path(next(holding, SHIPPED), family, kernel)
 
 
 def entry_in(folder: Path, family: str, kernel: str, key: Mapping[str, Any]) -> Entry | None:
@@ -189,17 +206,38 @@ def path(folder: Path, family: str, kernel: str) -> Path:
     return folder / family / f"{kernel}.json"
 
 
+def files(folder: Path, family: str) -> list[Path]:
+    """The files of a family in a folder; `ConfigFileError` for a folder that cannot be read."""
+    with _readable(folder / family):
+        try:
+            names = os.listdir(folder / family)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+    return [folder / family / name for name in sorted(names) if name.endswith(".json")]
+
+
 def read(file: Path, family: str, kernel: str) -> list[Entry]:
     """The entries of a file, none where there is no file; `ConfigFileError` for one that cannot be used."""
-    if not file.exists():
-        return []
-    return entries_of(content_of(file), str(file), {"schema": SCHEMA, "kernel": kernel, "family": family})
+    with _readable(file):
+        try:
+            text = file.read_text()
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        content = json.loads(text)
+    return entries_of(content, str(file), {"schema": SCHEMA, "kernel": kernel, "family": family})
 
 
 def content_of(file: Path) -> Any:
     """What a JSON file holds; `ConfigFileError` for one that is none."""
-    try:
+    with _readable(file):
         return json.loads(file.read_text())
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    """Whatever keeps a file from being read is a `ConfigFileError`."""
+    try:
+        yield
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigFileError(f"{file}: cannot be read: {error}") from None
 
@@ -208,24 +246,37 @@ def entries_of(content: Any, name: str, expected: Mapping[str, Any]) -> list[Ent
     """The entries of a file's content; `expected` are the fields that must have these values."""
     _need(isinstance(content, dict), name, "the file", "an object", content)
     for label, value in expected.items():
-        _need(content.get(label) == value, name, label, repr(value), content.get(label))
-    entries = content.get("entries")
+        got = field_of(content, label, name)
+        _need(type(got) is type(value) and got == value, name, label, repr(value), got)
+    entries = field_of(content, "entries", name)
     _need(isinstance(entries, list), name, "entries", "a list", entries)
     return [_entry(one, name, f"entries[{i}]") for i, one in enumerate(entries)]
 
 
+def field_of(one: Mapping[str, Any], label: str, name: str, where: str = "") -> Any:
+    """A field of a file's object; `ConfigFileError` where it is missing."""
+    if label not in one:
+        raise ConfigFileError(f"{name}: {where}{label} is missing")
+    return one[label]
+
+
 def _entry(one: Any, name: str, where: str) -> Entry:
     _need(isinstance(one, dict), name, where, "an object", one)
-    key, config, default, found = (one.get(label) for label in ("key", "config", "default", "found"))
+    labels = ("key", "config", "default", "found")
+    key, config, default, found = (field_of(one, label, name, f"{where}.") for label in labels)
     _need(isinstance(key, dict) and all(isinstance(v, (int, str)) for v in key.values()), name, f"{where}.key",
           "an object of numbers and strings", key)  # fmt: skip
-    _need(config is None or _is_config(config), name, f"{where}.config", "null or an object of parameters", config)
+    _need(config is None or (config != {} and _is_config(config)), name, f"{where}.config",
+          "null or an object with parameters", config)  # fmt: skip
     _need(_is_config(default), name, f"{where}.default", "an object of parameters", default)
     _need(isinstance(found, dict), name, f"{where}.found", "an object", found)
     for label in fields(Found):
-        kinds = {"str": str, "float": (int, float)}.get(str(label.type), dict)
-        value = found.get(label.name)
-        _need(isinstance(value, kinds), name, f"{where}.found.{label.name}", f"of type {label.type}", value)  # type: ignore[arg-type]
+        value = field_of(found, label.name, name, f"{where}.found.")
+        if label.type == "float":
+            good, expected = type(value) in (int, float) and _LEAST <= value <= _MOST, f"from {_LEAST:g} to {_MOST:g}"
+        else:
+            good, expected = isinstance(value, str if label.type == "str" else dict), f"of type {label.type}"
+        _need(good, name, f"{where}.found.{label.name}", expected, value)
     _need(found["kind"] in KINDS, name, f"{where}.found.kind", " or ".join(KINDS), found["kind"])
     _need(config is None or config.keys() == default.keys(), name, f"{where}.config",
           f"the parameters {', '.join(default)}", config)  # fmt: skip

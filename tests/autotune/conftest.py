@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from dsv4_triton.autotune import space as spaces
 from dsv4_triton.autotune import store
-from dsv4_triton.autotune.space import Space
+from dsv4_triton.autotune.space import DECLARED, Space
 
 
 @pytest.fixture
@@ -22,13 +22,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     store.forget()
 
 
+def without_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user has no entry in passwd."""
+    for name in (store.FOLDER, "XDG_CONFIG_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 1 << 30)
+    store.forget()
+
+
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> Space:
+def made() -> Iterator[Space]:
     """A space whose default block is 8 for each token, and which takes divisors of the width."""
-    monkeypatch.setattr(spaces, "DECLARED", dict(spaces.DECLARED))
-    return Space(
+    yield Space(
         "made",
         default=lambda family, key: {"BLOCK": 8 * key["tokens"], "multibuffer": None},
         candidates=lambda family, key: {"BLOCK": (8, 16, 24, 32), "multibuffer": (None, False)},
         fits=lambda family, key, config: f"BLOCK {config['BLOCK']}" if key["width"] % config["BLOCK"] else "",
     )
+    del DECLARED["made"]

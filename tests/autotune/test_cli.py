@@ -27,12 +27,19 @@ from dsv4_triton.cli import app
 from dsv4_triton.compiler.ascend import tools
 from dsv4_triton.console import progress_bar
 from dsv4_triton.device import HOST
+from tests.autotune.conftest import without_home
 
 ENTRY = Entry(
     {"elements": 4096, "x": "float32", "y": "bfloat16"},
     {"BLOCK": 1024, "multibuffer": None},
     {"BLOCK": 512, "multibuffer": None},
     Found("estimate", 1.0, 2.0, "muls_add flash/decode/b1", "Ascend910B2", "2026-01-31", {"triton-ascend": "0.1"}),
+)
+LARGE = replace(
+    ENTRY,
+    key=ENTRY.key | {"elements": 1 << 18},
+    default={"BLOCK": 8192, "multibuffer": None},
+    found=replace(ENTRY.found, case="muls_add flash/decode/b64"),
 )
 
 
@@ -265,8 +272,29 @@ def test_show_says_what_is_outdated_and_what_is_broken(folder: Path, tmp_path: P
     assert result.exit_code == 1 and "muls_add.json" in result.output
 
 
+def test_show_names_the_file_with_an_impossible_time(folder: Path) -> None:
+    store.write(store.SHIPPED, "a2", "muls_add", [ENTRY])
+    file = store.write(folder, "a2", "muls_add", [ENTRY])
+    file.write_text(file.read_text().replace('"microseconds": 1.0', '"microseconds": 0'))
+    for gains in ([], ["--gains"]):
+        result = tune("show", "--family", "a2", *gains)
+        assert result.exit_code == 1 and "1 entries" in result.output
+        assert f"{file}: entries[0].found.microseconds is 0, expected from" in " ".join(result.output.split())
+
+
+def test_a_user_without_a_home_has_no_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.write(store.SHIPPED, "a2", "muls_add", [ENTRY])
+    without_home(monkeypatch)
+    result = tune("show", "--family", "a2")
+    assert result.exit_code == 0 and "1 entries" in result.output and "this user has no home" in result.output
+    result = tune("--family", "a2", "--kernel", "muls_add")
+    assert (
+        result.exit_code == 2 and "error: this user has no home: name a folder for config files with" in result.output
+    )
+
+
 def test_show_sums_up_what_was_gained(folder: Path, tmp_path: Path) -> None:
-    """By kernel and kind, and over all kernels; entries that the user's folder hides do not count."""
+    """By kernel and kind, and over all kernels, whose ops' times have no sum; hidden entries do not count."""
     nothing = replace(ENTRY, key={"elements": 8192}, config=None, found=replace(ENTRY.found, microseconds=2.0))
     hidden = replace(ENTRY, found=replace(ENTRY.found, default_microseconds=100.0))
     timed = replace(ENTRY, key={"tokens": 1}, found=replace(ENTRY.found, kind="measured", default_microseconds=3.0))
@@ -275,7 +303,7 @@ def test_show_sums_up_what_was_gained(folder: Path, tmp_path: Path) -> None:
     store.write(folder, "a2", "step_layout", [ENTRY, timed])
     file = tmp_path / "gains.json"
     result = tune("show", "--family", "a2", "--gains", "--json", str(file))
-    assert result.exit_code == 0 and "mean gain" in result.output and "what changed" not in result.output
+    assert result.exit_code == 0 and "op us, default" in result.output and "what changed" not in result.output
     rows = [
         (one["kernel"], one["kind"], one["entries"], one["winners"], one["default_microseconds"], one["microseconds"],
          round(one["gain"], 3))
@@ -283,8 +311,8 @@ def test_show_sums_up_what_was_gained(folder: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
     assert rows == [
         ("muls_add", "estimate", 2, 1, 4.0, 3.0, 1.414), ("step_layout", "estimate", 1, 1, 2.0, 1.0, 2.0),
-        ("all", "estimate", 3, 2, 6.0, 4.0, 1.587), ("step_layout", "measured", 1, 1, 3.0, 1.0, 3.0),
-        ("all", "measured", 1, 1, 3.0, 1.0, 3.0),
+        ("all listed", "estimate", 3, 2, None, None, 1.587), ("step_layout", "measured", 1, 1, 3.0, 1.0, 3.0),
+        ("all listed", "measured", 1, 1, None, None, 3.0),
     ]  # fmt: skip
 
 
@@ -292,9 +320,21 @@ def test_verify_fails_for_what_no_longer_works(folder: Path) -> None:
     config = {"BLOCK": 16384, "multibuffer": None}
     found = replace(ENTRY.found, case="muls_add flash/decode/b16")
     key = ENTRY.key | {"elements": 1 << 16}
-    store.write(folder, "a2", "muls_add", [Entry(key, config, ENTRY.default, found)])
+    store.write(folder, "a2", "muls_add", [Entry(key, config, ENTRY.default | {"BLOCK": 2048}, found)])
     result = tune("verify", "--family", "a2", "--kernel", "muls_add")
     assert result.exit_code == 1 and "fallback: " in result.output and "1 problems" in result.output
+
+
+def test_a_default_that_has_changed_since_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a compile: the entry without parameters stands for another configuration than the one that was timed."""
+    monkeypatch.setattr(shipped, "verify", lambda *_, **__: ())
+    current = replace(ENTRY, config=None)
+    store.write(folder, "a2", "muls_add", [current, replace(LARGE, config=None, default=ENTRY.default)])
+    says = "its default is now BLOCK=8192"
+    result = tune("show", "--family", "a2")
+    assert result.exit_code == 0 and " ".join(result.output.split()).count("its default is now") == 1
+    result = tune("verify", "--family", "a2", "--kernel", "muls_add")
+    assert result.exit_code == 1 and f"{LARGE.key}: {says}" in result.output and "1 problems" in result.output
 
 
 def test_verify_fails_for_what_no_launch_takes(folder: Path) -> None:
@@ -330,12 +370,7 @@ def test_verify_says_what_it_found_before_ctrl_c(folder: Path, monkeypatch: pyte
         raise KeyboardInterrupt
 
     monkeypatch.setattr(shipped, "verify", interrupted)
-    cases = {4096: "muls_add flash/decode/b1", 1 << 18: "muls_add flash/decode/b64"}
-    entries = [
-        replace(ENTRY, key=ENTRY.key | {"elements": elements}, found=replace(ENTRY.found, case=case))
-        for elements, case in cases.items()
-    ]
-    store.write(folder, "a2", "muls_add", entries)
+    store.write(folder, "a2", "muls_add", [ENTRY, LARGE])
     result = tune("verify", "--family", "a2", "--kernel", "muls_add")
     assert result.exit_code == 130 and "result 0 differs" in result.output
     assert "1 entries checked, 1 problems" in result.output and "1 of 2 are left" in result.output
@@ -375,6 +410,12 @@ def test_export_and_import(folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
         result = tune("import", str(carried), "--out", str(untouched))
         assert result.exit_code == 2 and f"entries[1].kernel is {kernel!r}" in result.output
         assert not untouched.exists()
+    for name, where in ("key", "entries[0]."), ("kernel", "entries[0]."), ("entries", ""):
+        lacking = json.loads(text)
+        del (lacking["entries"][0] if where else lacking)[name]
+        carried.write_text(json.dumps(lacking))
+        result = tune("import", str(carried), "--out", str(untouched))
+        assert result.exit_code == 2 and f"{carried}: {where}{name} is missing" in result.output
     carried.write_text("[" * 100_000)
     result = tune("import", str(carried), "--out", str(untouched))
     assert result.exit_code == 2 and "cannot be read" in result.output

@@ -14,10 +14,13 @@ import torch
 
 from dsv4_triton.autotune import space as spaces_module
 from dsv4_triton.autotune import store
+from dsv4_triton.autotune.run import versions
 from dsv4_triton.autotune.search import spaces
+from dsv4_triton.autotune.shipped import changed_default, key_of, lines
 from dsv4_triton.autotune.space import Space, bucket, trial
 from dsv4_triton.autotune.store import ConfigWarning, Entry, Found
 from dsv4_triton.device import A2, A3, FAMILIES, HOST, Family
+from tests.autotune.conftest import without_home
 
 FOUND = Found(
     "estimate", 1.0, 2.0, "muls_add flash/decode/b16", "Ascend910B2", "2026-01-31", {"triton-ascend": "3.2.0"}
@@ -135,6 +138,9 @@ def test_parameters_of_the_nearest_sizes(folder: Path) -> None:
     assert [config["BLOCK"] for config in found] == [16, 12, 32], "its own, the default and other widths do not count"
     assert [config["BLOCK"] for config in store.nearby("a2", "made", key, ("tokens", "width"))] == [16, 12, 24, 32]
     assert store.nearby("a3", "made", key, ("tokens",)) == []
+    odd = replace(entry(48, 8), key=key | {"tokens": "8"})
+    store.write(folder, "a2", "made", [odd])
+    assert [config["BLOCK"] for config in store.nearby("a2", "made", key, ("tokens",))] == [16, 12, 32], "8 is a number"
 
 
 def test_a_file_may_be_older_than_an_option(folder: Path, made: Space) -> None:
@@ -174,13 +180,28 @@ def test_the_users_file_goes_before_the_shipped_one(folder: Path, made: Space) -
         (lambda c: c.update(schema=2), "schema"),
         (lambda c: c.update(family="a3"), "family"),
         (lambda c: c.update(kernel="other"), "kernel"),
+        (lambda c: c.update(schema=True), "schema"),
         (lambda c: c.pop("entries"), "entries"),
         (lambda c: c["entries"].append(3), r"entries\[1\]"),
         (lambda c: c["entries"][0].update(key={"tokens": [1]}), r"entries\[0\].key"),
         (lambda c: c["entries"][0].update(config={"BLOCK": 1.5}), r"entries\[0\].config"),
         (lambda c: c["entries"][0].update(config={"TILE": 1}), r"entries\[0\].config"),
+        (lambda c: c["entries"][0].update(config={}), r"entries\[0\].config"),
+        (lambda c: c["entries"][0].pop("config"), r"entries\[0\].config"),
+        (lambda c: c["entries"][0].pop("key"), r"entries\[0\].key"),
         (lambda c: c["entries"][0]["found"].update(kind="guessed"), r"entries\[0\].found.kind"),
         (lambda c: c["entries"][0]["found"].pop("chip"), r"entries\[0\].found.chip"),
+        *(
+            (
+                lambda c, time=time: c["entries"][0]["found"].update(microseconds=time),
+                r"entries\[0\].found.microseconds",
+            )
+            for time in (0, -1, True, "1", float("inf"), float("nan"), 10**400, 1e300)
+        ),
+        (
+            lambda c: c["entries"][0]["found"].update(default_microseconds=0.0),
+            r"entries\[0\].found.default_microseconds",
+        ),
     ],
 )
 def test_a_broken_file_costs_one_warning(folder: Path, made: Space, change: Any, named: str) -> None:
@@ -202,6 +223,36 @@ def test_a_file_that_is_none(folder: Path, made: Space, text: str) -> None:
     file.write_text(text)
     with pytest.warns(ConfigWarning, match=str(file)):
         assert ask(made, 2)["BLOCK"] == 16
+
+
+def test_a_folder_that_cannot_be_read(folder: Path, made: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels run with what is shipped. This one's name is too long for any file system."""
+    store.write(store.SHIPPED, "a2", "made", [entry(32, 2)])
+    unreadable = f"/{'x' * 300}"
+    monkeypatch.setenv(store.FOLDER, unreadable)
+    with pytest.warns(ConfigWarning, match=f"{store.path(Path(unreadable), 'a2', 'made')}: cannot be read") as caught:
+        assert ask(made, 2)["BLOCK"] == ask(made, 4)["BLOCK"] == 32
+    assert len(caught) == 1
+    found, problems = lines(["a2"])
+    assert len(found) == 1 and "cannot be read" in problems[0] and store.hidden_by("a2") == ""
+
+
+def test_a_user_without_a_home(folder: Path, made: Space, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.write(store.SHIPPED, "a2", "made", [entry(32, 2)])
+    without_home(monkeypatch)
+    assert store.folders() == (store.SHIPPED,) and store.hidden_by("a2") == ""
+    assert ask(made, 2)["BLOCK"] == 32
+    with pytest.raises(store.NoFolderError, match="DSV4_TRITON_CONFIG_DIR"):
+        store.user_folder()
+
+
+def test_the_users_folder_may_be_the_shipped_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.write(store.SHIPPED, "a2", "muls_add", [entry(32, 2)])
+    (link := folder.parent / "link").symlink_to(store.SHIPPED)
+    for same in (store.SHIPPED, store.SHIPPED / "a2" / "..", link):
+        monkeypatch.setenv(store.FOLDER, str(same))
+        found, problems = lines(["a2"])
+        assert [line.folder for line in found] == [store.SHIPPED] and not problems and not store.hidden_by("a2")
 
 
 def test_a_broken_file_is_never_overwritten(folder: Path) -> None:
@@ -262,12 +313,6 @@ def test_a_trial(folder: Path, made: Space) -> None:
     assert ask(made, 2)["BLOCK"] == 32
 
 
-def asked_key(key: dict[str, Any]) -> dict[str, Any]:
-    """The key of a launch for that of an entry, whose dtypes are names."""
-    dtypes = {name: getattr(torch, value, None) for name, value in key.items() if isinstance(value, str)}
-    return key | {name: dtype for name, dtype in dtypes.items() if isinstance(dtype, torch.dtype)}
-
-
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
 def test_shipped_files_can_be_used(family: Family) -> None:
     """Every file is that of a kernel, every entry is what a launch of its sizes gets, without a warning there and at
@@ -283,9 +328,44 @@ def test_shipped_files_can_be_used(family: Family) -> None:
             for one in store.read(file, family.name, file.stem):
                 assert one.found.kind == ("measured" if family is HOST else "estimate"), file
                 assert one.found.microseconds <= one.found.default_microseconds, (file, one.key)
-                key = asked_key(one.key)
+                key = key_of(one)
                 if one.config is not None:
                     assert space(family, **key) == one.config, (file, one.key)
                 for name in space.buckets:
                     space(family, **key | {name: 2 * key[name]})
             space.forget()
+
+
+def test_an_entry_is_old_when_its_default_has_changed(folder: Path, made: Space) -> None:
+    """An option that an older file does not name was left out; a key that no launcher asks with has no default."""
+    current = replace(entry(32, 2), default={"BLOCK": 16}, found=replace(FOUND, versions=versions()))
+    moved, odd = replace(current, key=current.key | {"tokens": 4}), replace(current, key={"tokens": "4"})
+    more = replace(current, key=current.key | {"tokens": 8}, default={"BLOCK": 64, "multibuffer": None, "SPLIT": 2})
+    for one in (moved, odd, more, current):
+        config = one.config and dict.fromkeys(one.default, 8)
+        store.write(folder, "a2", "made", [replace(one, config=config)])
+    found, _ = lines(["a2"])
+    assert {(line.entry.key["tokens"], line.old) for line in found} == {
+        (2, ""), (4, "its default is now BLOCK=32"), (8, "its default is now SPLIT=None"),
+        ("4", "no launch asks for its key"),
+    }  # fmt: skip
+
+
+def test_a_computed_default_is_asked_with_dtypes(folder: Path, made: Space) -> None:
+    made.default = lambda family, key: {"BLOCK": 8 * key["dtype"].itemsize, "multibuffer": None}
+    store.write(folder, "a2", "made", [replace(entry(None, 2), found=replace(FOUND, versions=versions()))])
+    (line,), _ = lines(["a2"])
+    assert line.old == "its default is now BLOCK=16"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shipped_defaults_are_the_computed_ones(family: str) -> None:
+    """Whoever changes a default measures its entries again: those without parameters would mean what nobody tried."""
+    with store.shipped_only():
+        found, problems = lines([family])
+    stale = []
+    for line in found:
+        now = spaces()[line.kernel].computed(FAMILIES[family], key_of(line.entry))
+        if why := changed_default(line.entry, now):
+            stale.append(f"{line.kernel} {line.entry.key}: {why}")
+    assert found and not problems and not stale
