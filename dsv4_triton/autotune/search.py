@@ -129,14 +129,13 @@ def named(
         if name not in ops() and name not in spaces():
             raise RegistryError(unknown("kernel", name, sorted({*ops(), *spaces()})))
     alone = {name for name in names if name not in ops()}
-    found: list[Target] = []
-    if not alone or len(alone) < len(set(names)):
-        of_ops = [name for name in names if name not in alone]
-        found = targets(offline.choose(of_ops, models, cases, between=True), family, progress)
+    of_ops = [name for name in names if name not in alone]
+    reaching = [op for op in ops() if alone & launched(op)]
+    chosen = offline.choose([*of_ops, *reaching], models, cases, between=True)
+    found = targets([case for case in chosen if not names or case.op in of_ops], family, progress)
     if alone:
         there = {target.name for target in found}
-        reaching = [op for op in ops() if alone & launched(op)]
-        others = targets(offline.choose(reaching, models, cases, between=True), family, progress, alone)
+        others = targets([case for case in chosen if case.op in reaching], family, progress, alone)
         found += [target for target in others if target.name not in there]
     return found
 

@@ -186,7 +186,7 @@ def test_the_users_file_goes_before_the_shipped_one(folder: Path, made: Space) -
         (lambda c: c["entries"][0].update(key={"tokens": [1]}), r"entries\[0\].key"),
         (lambda c: c["entries"][0].update(config={"BLOCK": 1.5}), r"entries\[0\].config"),
         (lambda c: c["entries"][0].update(config={"TILE": 1}), r"entries\[0\].config"),
-        (lambda c: c["entries"][0].update(config={}), r"entries\[0\].config"),
+        (lambda c: c["entries"][0].update(config={}, default={}), r"entries\[0\].config"),
         (lambda c: c["entries"][0].pop("config"), r"entries\[0\].config"),
         (lambda c: c["entries"][0].pop("key"), r"entries\[0\].key"),
         (lambda c: c["entries"][0]["found"].update(kind="guessed"), r"entries\[0\].found.kind"),
