@@ -306,8 +306,8 @@ def verify(
 ) -> None:
     """Put every entry of the config files through all gates again, with the toolchain that is installed.
 
-    The exit status is 1 when one fails: it no longer compiles, fits, links, or equals the reference; and 130 after
-    Ctrl-C, with what was found until then.
+    The exit status is 1 when one fails: it no longer compiles, fits, links, or equals the reference, or its kernel has
+    another default now; and 130 after Ctrl-C, with what was found until then.
     """
     from dsv4_triton.autotune import shipped
     from dsv4_triton.autotune.trials import cores
