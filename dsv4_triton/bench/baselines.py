@@ -12,7 +12,7 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
 from types import TracebackType
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from dsv4_triton.bench.registry import Case
-from dsv4_triton.bench.registry.case import EAGER
+from dsv4_triton.bench.registry.case import EAGER, Converted
 
 INTERPRETER = "interpreter"
 VLLM = "vllm"
@@ -32,21 +32,6 @@ Run = Callable[..., Any]
 
 class UnavailableError(RuntimeError):
     """This machine does not have the baseline; the message says what is missing."""
-
-
-class Converted(tuple[Any, ...]):
-    """Results that take this project's form when they are unpacked: a check does that and a timed run does not, for who
-    serves with the baseline uses them as they come."""
-
-    _convert: Callable[[], tuple[Any, ...]]
-
-    def __new__(cls, convert: Callable[[], tuple[Any, ...]]) -> Converted:
-        self = super().__new__(cls)
-        self._convert = convert
-        return self
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._convert())
 
 
 def by_expert(weights: torch.Tensor, ids: torch.Tensor) -> Converted:

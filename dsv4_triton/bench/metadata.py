@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,9 +114,23 @@ def lookup_seconds(calls: int = 10000) -> float:
     return min(host_clock(burst) for _ in range(5)) / calls
 
 
+def first_lookup_seconds(sizes: int = 1000) -> float:
+    """Median seconds of the first look-up of launch parameters for a size, with the files of configs read before."""
+    from dsv4_triton.kernels.muls_add import SPACE
+
+    SPACE.forget()
+    SPACE(HOST, elements=1, x=torch.float32, y=torch.bfloat16)
+    times = [
+        host_clock(partial(SPACE, HOST, elements=65536 + size, x=torch.float32, y=torch.bfloat16))
+        for size in range(sizes)
+    ]
+    SPACE.forget()
+    return statistics.median(times)
+
+
 def run(repeat: int, console: Console) -> dict[str, Any]:
     """Print the planning time of a decode step at 1, 64 and 256 sequences, `repeat` timed steps for each, and the time
-    of a look-up of launch parameters."""
+    of look-ups of launch parameters."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -130,6 +145,8 @@ def run(repeat: int, console: Console) -> dict[str, Any]:
         ours, theirs = row["planner_s"] * 1e6, row["reference_s"] * 1e6
         table.add_row(str(row["sequences"]), f"{ours:.0f}", f"{theirs:.0f}", f"{ours / theirs:.2f}")
     console.print(table)
-    lookup = lookup_seconds()
-    print_line(console, f"look-up of launch parameters: {lookup * 1e6:.2f} us")
-    return {"steps": figures, "lookup_s": lookup}
+    lookup, first = lookup_seconds(), first_lookup_seconds()
+    print_line(
+        console, f"look-up of launch parameters: {lookup * 1e6:.2f} us, the first of a size {first * 1e6:.1f} us"
+    )
+    return {"steps": figures, "lookup_s": lookup, "first_lookup_s": first}

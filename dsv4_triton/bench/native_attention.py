@@ -98,6 +98,10 @@ def _lengths(arguments: dict[str, Any], live: int) -> tuple[torch.Tensor, torch.
     requests = len(arguments["window_table"])
     of_token = arguments["token_req"][:live].long()
     new = torch.bincount(of_token, minlength=requests)
+    if not bool(new.all()):
+        raise UnavailableError(
+            f"the ops take the length of each request, and request {int(new.argmin())} has no token in the step"
+        )
     starts = torch.nn.functional.pad(new.cumsum(0), (1, 0)).to(torch.int32)
     return starts, arguments["positions"][(starts[1:] - 1).long()] + 1
 

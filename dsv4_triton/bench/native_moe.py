@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from dsv4_triton.bench.baselines import Converted, Run
+from dsv4_triton.bench.baselines import Run
 from dsv4_triton.bench.native_ops import live_tokens, torch_npu, whole
+from dsv4_triton.bench.registry.case import Converted
 from dsv4_triton.reference.grouped_matmul_swiglu import gate_up
 from dsv4_triton.reference.moe_plan import tile_capacity
 

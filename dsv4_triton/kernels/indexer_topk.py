@@ -221,7 +221,7 @@ def _candidates(family: Family, key: Key) -> Choices:
 
 
 def _fits(family: Family, key: Key, config: Mapping[str, Any]) -> str:
-    """Smaller tiles leave more to the next level: its scratch must not outgrow the default's, unless it is little."""
+    """Smaller tiles leave more to the next level: unless it is little, its scratch must not outgrow MAX_TILE's."""
     tile, size = config["TILE"], 40 * config["TILE"]
     if tile & (tile - 1) or tile < _least_tile(key["k"]):
         return f"TILE {tile} is no power of two of at least {_least_tile(key['k'])}"

@@ -6,15 +6,17 @@ This shows that the translations fit the documents that the stand-ins were writt
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from dsv4_triton.bench import native, native_attention
-from dsv4_triton.bench.baselines import Converted, UnavailableError, by_expert, implementation, names
+from dsv4_triton.bench.baselines import UnavailableError, by_expert, implementation, names
 from dsv4_triton.bench.registry import Case, MismatchError, cases, select
 from dsv4_triton.bench.registry.attention import ratio_of
-from dsv4_triton.bench.registry.case import EAGER
+from dsv4_triton.bench.registry.case import EAGER, Converted, Inputs
 from dsv4_triton.device import A2, A5, Family
 from tests.bench import native_stand_ins
 
@@ -137,11 +139,36 @@ def test_a_missing_package_is_named(op: str, name: str, case: str, missing: str)
         implementation(lacking, name, lacking.build(A2, fill=False).arguments)
 
 
-def test_results_are_converted_when_they_are_unpacked() -> None:
-    calls = []
-    results = Converted(lambda: (calls.append(1), 2))
-    assert isinstance(results, tuple) and not calls
-    _, second = results
-    assert second == 2 and len(calls) == 1
-    weights, ids = by_expert(torch.tensor([[0.25, 0.5, 0.125]]), torch.tensor([[7, 3, 5]]))
+def test_results_are_converted_for_the_check_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The outcome of an op sees them in the launcher's form, whether it unpacks or indexes them."""
+    case = one("moe_router", "demo/prefill/t45/top-k")
+    inputs, calls = case.build(A2), []
+
+    def run(**a: Any) -> Converted:
+        results = case.reference(**a)
+        return Converted(lambda: calls.append(1) or results)
+
+    def outcome(of: Inputs, returned: Any) -> dict[str, torch.Tensor]:
+        assert type(returned) is tuple and len(returned) == 2
+        return {"ids": returned[1]}
+
+    run(**inputs.arguments)
+    assert not calls
+    replace(case, entry=replace(case.entry, outcome=outcome)).check(inputs, A2, run)
+    assert len(calls) == 1
+    weights, ids = by_expert(torch.tensor([[0.25, 0.5, 0.125]]), torch.tensor([[7, 3, 5]])).convert()
     assert ids.tolist() == [[3, 5, 7]] and weights.tolist() == [[0.5, 0.125, 0.25]]
+
+
+def test_a_request_without_tokens_is_refused(stand_ins: None) -> None:
+    """Its length after the step is in none of the arguments."""
+    case = one("sparse_attention", "demo/decode/b5/window")
+    arguments = case.build(A2).arguments
+    table = arguments["window_table"]
+    for request in (0, 5):
+        more = torch.cat((table[:request], table[:1], table[request:]))
+        token_req = arguments["token_req"] + (arguments["token_req"] >= request).int()
+        with pytest.raises(UnavailableError, match=f"request {request} has no token in the step"):
+            implementation(
+                case, "npu_sparse_attn_sharedkv", {**arguments, "window_table": more, "token_req": token_req}
+            )

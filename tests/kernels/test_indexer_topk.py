@@ -148,7 +148,7 @@ def test_workspace(entries: int) -> None:
     workspace = poisoned((needed,), torch.uint8)
     assert_equal(indexer_topk(scores, n_vis, k, workspace=workspace), indexer_topk(scores, n_vis, k))
     if needed:
-        # Whatever tiles are chosen: there may be a ninth as many of them as the bound allows for.
+        # Less than any tile up to 16384, the default on the host, needs: that may be an eleventh of the bound.
         few = needed // 16
         with pytest.raises(ValueError, match=rf"indexer_topk: workspace has {few} bytes, this call needs \d+"):
             indexer_topk(scores, n_vis, k, workspace=workspace[:few])
