@@ -24,9 +24,15 @@ PACKAGES = ("triton-ascend", "ascendnpu-ir", "llvmlite")
 
 
 def directory() -> Path:
-    """Where entries live: `DSV4_TRITON_CACHE_DIR`, else `~/.cache/dsv4_triton`."""
+    """Where entries live: `DSV4_TRITON_CACHE_DIR`, else `~/.cache/dsv4_triton`. OSError where there is no home."""
     configured = os.environ.get("DSV4_TRITON_CACHE_DIR")
-    return Path(configured) if configured else Path.home() / ".cache" / "dsv4_triton"
+    if configured:
+        return Path(configured)
+    try:
+        return Path.home() / ".cache" / "dsv4_triton"
+    except RuntimeError:
+        missing = "this user has no home: name a folder for compiled kernels with DSV4_TRITON_CACHE_DIR"
+        raise FileNotFoundError(missing) from None
 
 
 @functools.cache
@@ -79,9 +85,9 @@ def load(kind: str, digest: str) -> bytes | None:
 
 def store(kind: str, digest: str, body: bytes) -> None:
     """Write an entry; problems with the directory are ignored."""
-    path = _path(kind, digest)
     temporary = ""
     try:
+        path = _path(kind, digest)
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
         with os.fdopen(handle, "wb") as file:

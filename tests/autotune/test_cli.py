@@ -291,6 +291,9 @@ def test_a_user_without_a_home_has_no_folder(folder: Path, monkeypatch: pytest.M
     assert (
         result.exit_code == 2 and "error: this user has no home: name a folder for config files with" in result.output
     )
+    monkeypatch.delenv("DSV4_TRITON_CACHE_DIR", raising=False)
+    result = tune("--family", "a2", "--kernel", "muls_add", "--out", str(folder))
+    assert result.exit_code == 2 and "error: this user has no home: name a folder for compiled" in result.output
 
 
 def test_show_sums_up_what_was_gained(folder: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from dsv4_triton.compiler import host
 from dsv4_triton.compiler.binding import KernelArgumentError
+from dsv4_triton.compiler.cache import directory
 from dsv4_triton.compiler.frontend import KernelCompileError
 from dsv4_triton.compiler.host import cache as host_cache
 from tests.compiler.host import feature_kernels as k
@@ -209,6 +210,14 @@ class TestCache:
         blocker = cache / "file"
         blocker.write_text("")
         monkeypatch.setenv("DSV4_TRITON_CACHE_DIR", str(blocker / "below"))
+        run_in_place()
+
+    def test_a_user_without_a_home_only_loses_time(self, cache, monkeypatch):
+        for name in ("DSV4_TRITON_CACHE_DIR", "HOME"):
+            monkeypatch.delenv(name)
+        monkeypatch.setattr(os, "getuid", lambda: 1 << 30)
+        with pytest.raises(OSError, match="no home: name a folder for compiled kernels with DSV4_TRITON_CACHE_DIR"):
+            directory()
         run_in_place()
 
     def test_key_depends_on_types_values_and_called_functions(self):
