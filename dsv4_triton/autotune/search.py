@@ -241,11 +241,11 @@ def _best(found: Found, default: dict[str, Any]) -> dict[str, Any]:
 
 def check_cases(target: Target) -> Iterator[Case]:
     """Cases on which a winner is held to the reference, in the order of trying: of the same op, model and kind, with
-    several tokens and the fewest bytes; then those of the demo checkpoint."""
+    several tokens and the fewest bytes, its own among them; then those of the demo checkpoint."""
     case = target.case
     variants = [other for other in select(kernel=case.op, model=case.model) if other.variant == case.variant]
     sized = []
-    for other in variants:
+    for other in {one.name: one for one in (*variants, case)}.values():
         if other.runs_on(target.family):
             size, _ = sizes(other, target.family)
             sized.append((other.step.tokens < 5, size, other.step.tokens, other))

@@ -142,5 +142,13 @@ def test_a_winner_is_run_as_its_family_against_the_reference(monkeypatch: pytest
     assert check_on_host(one, BLOCK, cases[:1], 60.0).fate in ("wrong", "unused")
 
 
+def test_a_case_between_the_reported_ones_is_held_to_the_reference_too() -> None:
+    """Steps of 16 and 64 requests launch hc_mix in another op, and one of 4,096 tokens does not take its tiles."""
+    case = select(kernel="hc_post_pre", case="flash/decode/b128")[0]
+    space, key = next((one.space, one.key) for one in asked(case, A2) if one.space.name == "hc_mix")
+    one = Target(space, A2, key, case)
+    assert case in check_cases(one) and check_on_host(one, one.default, list(check_cases(one)), 120.0).ok
+
+
 def test_a_configuration_that_no_case_uses_cannot_win() -> None:
     assert check_on_host(target(A2), BLOCK, [], 60.0).fate == "unused"
