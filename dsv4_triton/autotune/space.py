@@ -88,8 +88,8 @@ MIXED: dict[str, Any] = {
 def mixing(family: Family) -> Choices:
     """Options of a kernel on cube and vector cores: its vector loops in 1 tile or 2, double buffers, whether the cube's
     stores wait by unit, and of A2 and A3, where results of the cube pass through global memory, how many may wait there
-    (the compiler's default is 4). Of the dozen options that there are no other changes the code of such kernels here.
-    """
+    (the compiler's default is 4). Of the dozen options that there are two more change such kernels here, for the worse:
+    `enable_auto_bind_sub_block` and `limit_auto_multi_buffer_only_for_local_buffer`."""
     if not family.arch:
         return {}
     waiting = {} if family.vector_registers else {"set_workspace_multibuffer": (None, 2, 8)}
