@@ -361,7 +361,9 @@ def export(
         folder = source or store.user_folder()
         entries = shipped.exported(folder, _families(family))
         if not entries:
-            raise ValueError(f"there is nothing to export: no config file of {folder} has an entry for this")
+            asked = ", ".join(_families(family))
+            where = f"no config file of {folder} (FAMILY/KERNEL.json)"
+            raise ValueError(f"there is nothing to export: {where} has an entry of {asked}")
         write_files((file, {"schema": store.SCHEMA, "entries": entries}))
         print_line(console, f"{len(entries)} entries written to {file}")
 
@@ -378,6 +380,7 @@ def import_(
     with _reported(console):
         folder = out or store.user_folder()
         _writable(folder)
-        for (family, kernel), number in shipped.import_from(file, folder).items():
-            print_line(console, f"{family} {kernel}: {number} entries")
+        for (family, kernel), (number, left) in shipped.import_from(file, folder).items():
+            kept = f", {left} left out: what is there was measured, these are estimates" if left else ""
+            print_line(console, f"{family} {kernel}: {number} entries{kept}")
         print_line(console, f"merged into {folder}")

@@ -209,20 +209,24 @@ def exported(folder: Path, families: Sequence[str]) -> list[dict[str, Any]]:
     ]
 
 
-def import_from(file: Path, folder: Path) -> dict[tuple[str, str], int]:
-    """Merge what `exported` gave into the config files of `folder`: entries by (family, kernel). Nothing is written
-    unless all of it can be used."""
+def import_from(file: Path, folder: Path) -> dict[tuple[str, str], tuple[int, int]]:
+    """Merge what `exported` gave into the config files of `folder`: by (family, kernel) how many entries, and how many
+    estimates were left out because what is there was measured. Nothing is written unless all of it can be used."""
     content = store.content_of(file)
     entries = store.entries_of(content, str(file), {"schema": store.SCHEMA})
     groups: dict[tuple[str, str], list[Entry]] = {}
     for i, (entry, raw) in enumerate(zip(entries, content["entries"])):
         family, kernel = _known(raw, "family", FAMILIES, file, i), _known(raw, "kernel", spaces(), file, i)
         groups.setdefault((family, kernel), []).append(entry)
-    for family, kernel in groups:
-        store.read(store.path(folder, family, kernel), family, kernel)
+    merged: dict[tuple[str, str], list[Entry]] = {}
     for (family, kernel), group in groups.items():
-        store.write(folder, family, kernel, group)
-    return {at: len(group) for at, group in groups.items()}
+        present = store.read(store.path(folder, family, kernel), family, kernel)
+        measured = {entry.at for entry in present if entry.found.kind == "measured"}
+        merged[family, kernel] = [e for e in group if e.found.kind == "measured" or e.at not in measured]
+    for (family, kernel), group in merged.items():
+        if group:
+            store.write(folder, family, kernel, group)
+    return {at: (len(merged[at]), len(group) - len(merged[at])) for at, group in groups.items()}
 
 
 def _known(raw: Mapping[str, Any], name: str, there: Mapping[str, Any], file: Path, i: int) -> str:

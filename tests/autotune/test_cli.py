@@ -398,7 +398,7 @@ def test_export_and_import(folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert store.read(store.path(other, "a2", "muls_add"), "a2", "muls_add") == [ENTRY]
     text = carried.read_text()
     result = tune("export", str(carried), "--family", "a5")
-    assert result.exit_code == 2 and f"no config file of {folder} has an entry" in result.output
+    assert result.exit_code == 2 and f"no config file of {folder} (FAMILY/KERNEL.json) has an" in result.output
     assert carried.read_text() == text, "an earlier export stays"
     store.path(folder, "a2", "muls_add").unlink()
     again = tmp_path / "again.json"
@@ -422,6 +422,23 @@ def test_export_and_import(folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
     carried.write_text("[" * 100_000)
     result = tune("import", str(carried), "--out", str(untouched))
     assert result.exit_code == 2 and "cannot be read" in result.output
+
+
+def test_an_imported_estimate_does_not_replace_what_was_measured(folder: Path, tmp_path: Path) -> None:
+    timed = replace(ENTRY, found=replace(ENTRY.found, kind="measured"))
+    other = replace(ENTRY, key=ENTRY.key | {"elements": 8192})
+    carried, there = tmp_path / "carried.json", tmp_path / "there"
+    store.write(folder, "a2", "muls_add", [ENTRY, other])
+    assert tune("export", str(carried)).exit_code == 0
+    store.write(there, "a2", "muls_add", [timed])
+    result = tune("import", str(carried), "--out", str(there))
+    assert result.exit_code == 0 and "a2 muls_add: 1 entries, 1 left out: what is there was measured" in result.output
+    assert store.read(store.path(there, "a2", "muls_add"), "a2", "muls_add") == [timed, other]
+    store.write(folder, "a2", "muls_add", [timed])
+    assert tune("export", str(carried)).exit_code == 0
+    store.write(there, "a2", "muls_add", [replace(timed, found=replace(timed.found, microseconds=1.5)), ENTRY])
+    assert "a2 muls_add: 2 entries\n" in tune("import", str(carried), "--out", str(there)).output
+    assert store.read(store.path(there, "a2", "muls_add"), "a2", "muls_add") == [timed, other]
 
 
 def test_as_a_module() -> None:

@@ -230,13 +230,18 @@ def test_interrupted_estimates_keep_what_is_done(
     monkeypatch.setattr("dsv4_triton.offline.estimates.estimates", estimated)
     monkeypatch.setattr("dsv4_triton.cli_bench._TOGETHER", 2)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0})
-    usual = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("SIGTERM was not watched for"))
+    handlers = {
+        signal.SIGTERM: lambda *_: pytest.fail("SIGTERM was not watched for"),
+        signal.SIGINT: signal.default_int_handler,  # a shell's jobs in the background ignore it
+    }
+    usual = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     file = tmp_path / "e.json"
     arguments = ["--kernel", "muls_add", "--kernel", "step_layout", "--model", "demo", "--json", str(file)]
     try:
         result = bench("--estimate", "--family", "a2", *arguments)
     finally:
-        signal.signal(signal.SIGTERM, usual)
+        for number, handler in usual.items():
+            signal.signal(number, handler)
     assert result.exit_code == 130, result.output
     assert "ended early: interrupted; 2 of 4 cases are done" in result.output
     assert "muls_add" in result.output and "step_layout" not in result.output

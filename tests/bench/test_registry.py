@@ -206,6 +206,8 @@ def test_steps_between_those_that_are_reported_are_asked_for() -> None:
     assert {case.step.tokens for case in select(kernel="muls_add", case="flash/decode/*")} == {1, 16, 64}
     (named,) = select(kernel="muls_add", case="flash/decode/b8")
     assert named.step.between and named.step.tokens == 8
+    assert {case.step.tokens for case in select(kernel="rope", model="flash", case="*/b8/*")} == {8}
+    assert {case.step.tokens for case in select(kernel="rope", case=["flash/*/b8/*", "flash/*/inverse"])} == usual | {8}
 
 
 def test_select() -> None:

@@ -68,9 +68,9 @@ def select(
     """The cases of these ops, models and names; None is all of them. Names may be patterns: `*/decode/*/ctx1m*`.
 
     Without a model or a name the demo cases are included. Steps between those that are reported are left out unless
-    `between` asks for them or a name that is no pattern is that of one. `RegistryError` for what does not exist.
+    `between` asks for them or a name fits no others. `RegistryError` for what does not exist.
     """
-    found = every = [c for c in cases() if between or not c.step.between or c.name in _several(case or ())]
+    found = every = list(cases())
     if model is not None:
         wanted = _known("model", _several(model), tuple(MODELS))
         found = [c for c in found if c.model in wanted]
@@ -78,19 +78,21 @@ def select(
     if kernel is not None:
         wanted = _known("kernel", _several(kernel), ops())
         found = [c for c in found if c.op in wanted]
-    if case is not None:
-        names = tuple(dict.fromkeys(c.name for c in found))
-        patterns = _several(case)
-        for pattern in patterns:
-            if any(fnmatchcase(name, pattern) for name in names):
-                continue
+    usual = [c for c in found if between or not c.step.between]
+    if case is None:
+        return usual
+    chosen: set[tuple[str, str]] = set()
+    for pattern in _several(case):
+        fitting = [c for c in usual if fnmatchcase(c.name, pattern)]
+        fitting = fitting or [c for c in found if fnmatchcase(c.name, pattern)]
+        if not fitting:
             if others := {c.op: None for c in of_models if fnmatchcase(c.name, pattern)}:
                 raise RegistryError(_elsewhere(pattern, "kernel", _several(kernel or ()), others))
             if others := {c.model: None for c in every if fnmatchcase(c.name, pattern)}:
                 raise RegistryError(_elsewhere(pattern, "model", _several(model or ()), others))
-            raise RegistryError(unknown("case", pattern, names))
-        found = [c for c in found if any(fnmatchcase(c.name, pattern) for pattern in patterns)]
-    return found
+            raise RegistryError(unknown("case", pattern, dict.fromkeys(c.name for c in usual)))
+        chosen |= {(c.op, c.name) for c in fitting}
+    return [c for c in found if (c.op, c.name) in chosen]
 
 
 def _several(names: str | Sequence[str]) -> list[str]:
